@@ -1,0 +1,1 @@
+"""Patch diffusion transformers in place for NVFP4 training and inference."""
