@@ -8,10 +8,12 @@ Both go through two custom operators, so that `torch.compile(fullgraph=True)`, `
 opaque call with exact shapes, dtypes and strides:
 
 - ``qatpatch::attention_forward(q, k, v, attn_mask, scale, scheme, kernel, train) -> (out, out_hp, row_max, row_sum)``
-- ``qatpatch::attention_backward(d_out, q, k, v, out_hp, row_max, row_sum, attn_mask, scale, scheme, kernel) -> (dq, dk, dv)``
+- ``qatpatch::attention_backward(d_out, q, k, v, out_hp, row_max, row_sum, attn_mask, scale, scheme, kernel)
+  -> (dq, dk, dv)``
 
-``kernel`` names the row whose module does the work, fixed at the forward and repeated in the backward. An operator may not return one
-tensor twice or none at all, so ``out_hp`` is an empty tensor when not training, and for `fa4`, where it equals ``out``.
+``kernel`` names the row whose module does the work, fixed at the forward and repeated in the backward. An operator may
+not return one tensor twice or none at all, so ``out_hp`` is an empty tensor when not training, and for `fa4`, where it
+equals ``out`` (which the backward then keeps: like SDPA's, it must not be changed in place before the backward).
 The backward keeps q, k, v, out_hp, row_max, row_sum and the mask; nothing of size S_q x S_k.
 
 Deliberately not here: the `dense` scheme (the original attention), dropout, causal masks, grouped queries, gradients of
@@ -20,15 +22,14 @@ a mask or of the LSE, and casting: under autocast the operands arrive in one dty
 
 from __future__ import annotations
 
-import difflib
 import math
-from types import ModuleType
 
 import torch
 
+from qatpatch import kernels
+from qatpatch.errors import KernelUnavailable, nearest
 from qatpatch.kernels import reference_attention
 
-SCHEMES = reference_attention.SCHEMES
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -57,15 +58,18 @@ def qat_attention(
         (B, S_q, H, D) in q's dtype, contiguous.
 
     Raises:
-        ValueError: unknown scheme, or shapes, devices that do not fit together.
+        ValueError: unknown scheme, or shapes or devices that do not fit together.
         TypeError: dtypes that differ or are not supported.
+        KernelUnavailable: no kernel row serves the scheme on this device, or not the one asked for.
         RuntimeError: `attn_mask` wants a gradient.
     """
     mask = _check_inputs(q, k, v, scheme, attn_mask)
     if torch.is_grad_enabled() and mask is not None and mask.requires_grad:
-        raise RuntimeError("attn_mask requires grad, but QAT attention has no gradient for a mask; pass attn_mask.detach()")
+        raise RuntimeError(
+            "attn_mask requires grad, but QAT attention has no gradient for a mask; pass attn_mask.detach()"
+        )
     train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    name = _choose_kernel("train", scheme, q.device, kernel)
+    name = _kernel_name("train", scheme, q.device, kernel)
     return attention_forward(q, k, v, mask, _resolve_scale(scale, q), scheme, name, train)[0]
 
 
@@ -91,7 +95,7 @@ def quantized_attention(
 
     Raises:
         RuntimeError: gradients are enabled and q, k, v or the mask wants one.
-        ValueError, TypeError: as `qat_attention`.
+        ValueError, TypeError, KernelUnavailable: as `qat_attention`.
     """
     mask = _check_inputs(q, k, v, scheme, attn_mask)
     operands = {"q": q, "k": k, "v": v} | ({} if mask is None else {"attn_mask": mask})
@@ -101,7 +105,7 @@ def quantized_attention(
             f"forward-only attention was given {', '.join(wanting)} with requires_grad=True: "
             "gradients would be lost; leave infer_attention or use torch.no_grad()"
         )
-    name = _choose_kernel("infer", scheme, q.device, kernel)
+    name = _kernel_name("infer", scheme, q.device, kernel)
     out, _, row_max, row_sum = attention_forward(q, k, v, mask, _resolve_scale(scale, q), scheme, name, False)
     return (out, row_max + row_sum.log()) if return_lse else out
 
@@ -123,7 +127,8 @@ def attention_forward(
         ``out, out_hp, row_max, row_sum`` of the kernel's `forward`; ``out_hp`` is empty, of shape (0,), for `fa4` (it
         equals ``out``) and when not `train`.
     """
-    out, out_hp, row_max, row_sum = _load_kernel(kernel).forward(
+    module = kernels.kernel_named(kernel).load()
+    out, out_hp, row_max, row_sum = module.forward(
         q, k, v, scheme=scheme, scale=scale, attn_mask=attn_mask, train=train
     )
     keep = train and scheme != "fa4"
@@ -154,9 +159,8 @@ def attention_backward(
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients ``dq, dk, dv`` of `attention_forward`'s first result, contiguous, from what a training forward kept."""
-    return _load_kernel(kernel).backward(
-        d_out, q, k, v, out_hp, row_max, row_sum, scheme=scheme, scale=scale, attn_mask=attn_mask
-    )
+    module = kernels.kernel_named(kernel).load()
+    return module.backward(d_out, q, k, v, out_hp, row_max, row_sum, scheme=scheme, scale=scale, attn_mask=attn_mask)
 
 
 @attention_backward.register_fake
@@ -168,7 +172,9 @@ def _setup_context(ctx, inputs, output) -> None:
     q, k, v, attn_mask, ctx.scale, ctx.scheme, ctx.kernel, train = inputs
     out, out_hp, row_max, row_sum = output
     if not train:
-        raise RuntimeError("attention_forward was called with train=False on inputs that want gradients; pass train=True")
+        raise RuntimeError(
+            "attention_forward was called with train=False on inputs that want gradients; pass train=True"
+        )
     ctx.save_for_backward(q, k, v, out if ctx.scheme == "fa4" else out_hp, row_max, row_sum, attn_mask)
     ctx.mark_non_differentiable(out_hp, row_max, row_sum)
 
@@ -183,16 +189,17 @@ def _backward(ctx, d_out, *_):
 attention_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _choose_kernel(stage: str, scheme: str, device: torch.device, name: str | None) -> str:
-    """The kernel row for a call."""
-    return "reference_attention" if name is None else name
-
-
-def _load_kernel(name: str) -> ModuleType:
-    """The module of a kernel row, with `forward` and `backward` as in `reference_attention`."""
-    if name != "reference_attention":
-        raise ValueError(f"kernel={name!r} is not a known attention kernel; known: reference_attention")
-    return reference_attention
+def _kernel_name(stage: str, scheme: str, device: torch.device, asked: str | None) -> str:
+    """The kernel row for a call: the one asked for where it computes the scheme, else the first usable one."""
+    if asked is None:
+        return kernels.resolved_name("attention", stage, scheme, str(device))
+    row = kernels.kernel_named(asked)
+    if row.op != "attention" or scheme not in row.schemes:
+        raise KernelUnavailable(
+            f"kernel={asked!r} was asked to compute attention with scheme {scheme}, and it computes {row.op} with "
+            f"{' and '.join(row.schemes)}; leave kernel out, or see qatpatch.list_kernels()"
+        )
+    return asked
 
 
 def _resolve_scale(scale: float | None, q: torch.Tensor) -> float:
@@ -203,10 +210,9 @@ def _check_inputs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scheme: str, attn_mask: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Raise on what no kernel can compute; the mask as 4-D. Reads shapes and types alone, never values."""
-    if scheme not in SCHEMES:
-        near = difflib.get_close_matches(str(scheme), SCHEMES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(SCHEMES)}"
-        raise ValueError(f"scheme={scheme!r} is not a quantized attention scheme; {hint}")
+    if scheme not in kernels.ATTENTION_SCHEMES:
+        hint = nearest(scheme, kernels.ATTENTION_SCHEMES)
+        raise ValueError(f"scheme={scheme!r} is not a quantized attention scheme{hint}")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"attention takes 4-D (B, S, H, D) operands, got {shapes}; a head axis may not be flattened")
@@ -226,10 +232,9 @@ def _check_inputs(
         raise TypeError(f"q, k and v must have one dtype, got {dtypes}; cast them to the compute dtype first")
     if q.dtype not in _DTYPES:
         raise TypeError(f"attention takes float32, bfloat16 or float16 operands, got {dtypes}")
-    masked = "" if attn_mask is None else f", attn_mask {attn_mask.device}"
-    devices = {x.device for x in (q, k, v) if x is not None} | (set() if attn_mask is None else {attn_mask.device})
-    if len(devices) > 1:
-        raise ValueError(f"operands lie on several devices: q {q.device}, k {k.device}, v {v.device}{masked}")
+    for name, x in (("k", k), ("v", v), ("attn_mask", attn_mask)):
+        if x is not None and x.device != q.device:
+            raise ValueError(f"q is on {q.device} and {name} on {x.device}; move them to one device")
     if attn_mask is None:
         return None
     return reference_attention.mask_4d(attn_mask, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))

@@ -12,13 +12,14 @@ sage3     NVFP4, global scale 1, 16 along         FP4 per 16 keys: ``e2m1(p / (a
 fa4       as above                                as is                                       as is
 ========  ======================================  ==========================================  =========================
 
-Keys come in tiles of 64 aligned at key 0, **last tile first**; ``m`` is the running row maximum, updated once a tile, so
-what a tile's P is rounded against depends on that order. Kernels carry an accumulator and rescale it; here each tile is
-multiplied by ``exp(m_tile - m_final)``, which is the same number. Backward, straight through the rounding, with
+Keys come in tiles of 64 aligned at key 0, **last tile first**; ``m`` is the running row maximum, updated once a tile,
+so what a tile's P is rounded against depends on that order. Kernels carry an accumulator and rescale it; here each tile
+is multiplied by ``exp(m_tile - m_final)``, which is the same number. Backward, straight through the rounding, with
 ``P_n = exp(S - m_final) / l`` and ``Pq_n = quantize(exp(S - m_final)) / l`` (never ``quantize(P_n)``: at long sequences
 its groups fall under the smallest E4M3 scale and dV vanishes)::
 
-    dV = Pq_n^T dO      dP = dO Vq^T      dS = P_n * (dP - rowsum(O_hp * dO))      dQ = scale * dS Kq      dK = scale * dS^T Qq
+    dP = dO Vq^T          dS = P_n * (dP - rowsum(O_hp * dO))
+    dV = Pq_n^T dO        dQ = scale * dS Kq        dK = scale * dS^T Qq
 
 where ``O_hp = P_n Vq`` is kept by the forward. All arithmetic is FP32 (torch's FP32 matmul precision must be left at
 ``highest``); each result is rounded once to its dtype.
@@ -30,7 +31,7 @@ What is determined to the bit: Qq, Kq and Vq; the order of keys; `None`, an all-
 same bits; `train` does not change `out`; invalid memory changes nothing. What is not: the order of sums in the matmuls
 and in `l`, and the last bit of ``exp``, so that an element of P next to a rounding boundary may land on either side.
 
-Deliberately not here: autograd (`qatpatch.attention`), input validation, dropout, grouped queries, head or token smoothing.
+Deliberately not here: autograd and input validation (`qatpatch.attention`), dropout, grouped queries, smoothing of Q, K.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ from dataclasses import dataclass
 import torch
 
 from qatpatch import nvfp4
+from qatpatch.errors import nearest
+from qatpatch.kernels import ATTENTION_SCHEMES
 
-SCHEMES = ("sage3", "fa4")
 TILE = 64
 INVALID_BIAS = -1000.0
 # Elements of one temporary S_q x S_k block, 4 MiB in FP32: about ten are alive at a time.
@@ -256,7 +258,7 @@ def _scores(q_rows: torch.Tensor, block: _KeyBlock, rows: slice, scale: float) -
 
 
 def _running_max(scores: torch.Tensor, last_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row maximum at each tile of ``scores`` (h, rows, tiles, tile) as the walk reaches it, and after the whole walk."""
+    """Row maximum of ``scores`` (h, rows, tiles, tile) as the walk has it at each tile, and after the whole walk."""
     tiles = scores.amax(-1)
     if last_first:
         running = tiles.flip(-1).cummax(-1).values.flip(-1)
@@ -301,7 +303,7 @@ def _nonzero(total: torch.Tensor) -> torch.Tensor:
 
 
 def _check(scheme: str, tile: int) -> None:
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme={scheme!r} has no attention kernel here; choose one of {', '.join(SCHEMES)}")
+    if scheme not in ATTENTION_SCHEMES:
+        raise ValueError(f"scheme={scheme!r} is not computed here{nearest(scheme, ATTENTION_SCHEMES)}")
     if tile <= 0 or tile % nvfp4.BLOCK_SIZE:
         raise ValueError(f"tile={tile} must be a positive multiple of {nvfp4.BLOCK_SIZE}, the group size of P")
