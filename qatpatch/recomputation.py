@@ -4,7 +4,7 @@
 during the backward pass, when another block may be open. So each layer keeps a `CallHistory`:
 
 - a forward under autograd leaves a `Call` (its mode) that lives as long as its graph; a recomputation takes the mode of
-  the youngest one alive;
+  the youngest one that was not differentiated yet;
 - `remember` puts a node behind the layer's output that saves the mode as a tensor. Checkpointing replaces saved tensors by
   recomputed ones, so a node that finds another mode than its own knows that the guess was wrong, and raises;
 - reentrant checkpointing runs its forward without autograd, so there no graph can be asked: the modes of such forwards
@@ -31,10 +31,11 @@ _ADVICE = (
 class Call:
     """One forward of one layer: alive as long as the graph it is part of."""
 
-    __slots__ = ("mode", "__weakref__")
+    __slots__ = ("mode", "differentiated", "__weakref__")
 
     def __init__(self, mode: Any) -> None:
         self.mode = mode
+        self.differentiated = False
 
     def code(self) -> torch.Tensor:
         """The mode as a tensor, for a graph to save: a recomputation replaces it by its own."""
@@ -70,7 +71,9 @@ class CallHistory:
         self._recomputed = True
         alive = [call for ref in self._calls if (call := ref()) is not None]
         if alive:
-            return alive[-1].mode, alive[-1]
+            # Autograd differentiates the youngest forward first; a second backward starts from the youngest again.
+            call = next((c for c in reversed(alive) if not c.differentiated), alive[-1])
+            return call.mode, call
         if len(self._without_graph) > 1:
             raise RuntimeError(f"{_ADVICE} (its forwards ran as {' and '.join(sorted(map(str, self._without_graph)))})")
         known = next(iter(self._without_graph), mode)
@@ -92,26 +95,32 @@ class CallHistory:
 
 class _Remember(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, call: Call) -> torch.Tensor:
+    def forward(ctx: Any, output: torch.Tensor, call: Call, in_place: bool) -> torch.Tensor:
         ctx.call = call
         ctx.save_for_backward(call.code())
+        if not in_place:
+            return output.view_as(output)
         ctx.mark_dirty(output)
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (recomputed,) = ctx.saved_tensors
         if not torch.equal(recomputed, ctx.call.code()):
             raise RuntimeError(f"{_ADVICE} (its forward ran as {ctx.call.mode})")
-        return grad, None
+        ctx.call.differentiated = True
+        return grad, None, None
 
 
-def remember(output: Any, call: Call | None) -> Any:
-    """``output`` (a tensor or a tuple holding tensors) with ``call`` tied to its graph. In place, no copy."""
-    if call is None:
+def remember(output: torch.Tensor, call: Call | None, *, in_place: bool) -> torch.Tensor:
+    """``output`` with ``call`` tied to its graph; no copy.
+
+    Args:
+        output: what the layer returns.
+        call: from `CallHistory.enter`; None leaves the output as it is.
+        in_place: True where the operator behind ``output`` did not save it: then later in-place changes of it are allowed, as
+            they are behind that operator. Otherwise the result is a view, and they raise.
+    """
+    if call is None or output.grad_fn is None:
         return output
-    if isinstance(output, tuple):
-        return tuple(remember(item, call) for item in output)
-    if not isinstance(output, torch.Tensor) or output.grad_fn is None:
-        return output
-    return _Remember.apply(output, call)
+    return _Remember.apply(output, call, in_place)
