@@ -41,7 +41,7 @@ def expected(q, k, v, d_out, scheme, mask=None, **options):
 
 
 def assert_close(got, want):
-    """To FP32 accumulation (dk and dv sum over all queries): a code of P that rounds the other way is 1e-4 off or more."""
+    """To FP32 accumulation (dk, dv: over all queries); a code of P that rounds the other way is 1e-4 off or more."""
     for name in NAMES:
         atol = 2e-5 if name in ("dk", "dv") else 3e-6
         np.testing.assert_allclose(got[name].numpy(), want[name], rtol=2e-6, atol=atol, err_msg=name)
