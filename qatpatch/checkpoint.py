@@ -115,7 +115,7 @@ def load(
     if dtype is not None:
         tensors = {k: t.to(dtype) if t.is_floating_point() else t for k, t in tensors.items()}
     _fill(skeleton, tensors, file)
-    _move_rest(skeleton, torch.device(device))
+    _move_rest(skeleton, torch.device(device), description.get("computed_buffers", {}), dtype)
     vars(skeleton)[RECORD] = record
     logger.info("load: %d packed linears from %s", len(record.linears), file)
     return skeleton.eval()
@@ -154,6 +154,17 @@ def _describe(model: nn.Module, record: Record) -> dict[str, Any]:
         "weights": record.weights,
         "linears": linears,
         "attentions": attentions,
+        "computed_buffers": _computed_buffers(model),
+    }
+
+
+def _computed_buffers(model: nn.Module) -> dict[str, str]:
+    """Floating buffers that are in no state dict (rotary tables): the class computes them, the dtype is the model's."""
+    saved = set(model.state_dict())
+    return {
+        name: str(buffer.dtype).removeprefix("torch.")
+        for name, buffer in model.named_buffers()
+        if name not in saved and buffer.is_floating_point()
     }
 
 
@@ -349,9 +360,18 @@ def _fill(model: nn.Module, tensors: dict[str, torch.Tensor], file: Path) -> Non
         parameter.requires_grad_(False)
 
 
-def _move_rest(model: nn.Module, device: torch.device) -> None:
-    """Move computed buffers (not in the file) to ``device``, and prove that nothing is left on meta."""
+def _move_rest(
+    model: nn.Module, device: torch.device, computed: dict[str, str], dtype: torch.dtype | None
+) -> None:
+    """Move and convert computed buffers (not in the file), and prove that nothing is left on meta."""
     model.to(device)
+    for name, saved_dtype in computed.items():
+        owner, _, child = name.rpartition(".")
+        buffers = _submodule(model, name, owner)._buffers
+        target = dtype or getattr(torch, saved_dtype, None)
+        if not isinstance(target, torch.dtype) or buffers.get(child) is None:
+            raise CheckpointError(f"the checkpoint was saved with a computed buffer {name} ({saved_dtype}), and the model has none")
+        buffers[child] = buffers[child].to(target)
     left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if left:
         raise CheckpointError(f"{len(left)} tensors ({left[0]}, ...) are neither in the file nor computed by the model")

@@ -20,9 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from qatpatch import kernels
 from qatpatch.errors import PlanError
+from qatpatch.graphs import forget_original
 from qatpatch.linear import NVFP4Linear, QATLinear
 from qatpatch.patch import Record, layer_state, move_hooks, patch_record, replace_module
-from qatpatch.plan import unwrap
+from qatpatch.plan import is_graph, unwrap
 from qatpatch.receipts import DeployReport
 from qatpatch.swap import bind_infer
 from qatpatch.switch import AttentionChoice
@@ -75,6 +76,8 @@ def deploy(
             watched[name] = _Watched(layer.weight)
         replace_module(model, record.linears[name], packed)
         del layer, packed
+    if watched and is_graph(model):
+        forget_original(model)
     for state, choice in attention:
         state.deployed = choice
     record.deployed = True
@@ -178,8 +181,9 @@ def _receipt(
         after,
         freed,
     )
-    for name, holder in report.held.items():
-        logger.warning("deploy: the dense weight of %s is still in memory, held by %s", name, holder)
+    if report.held:
+        holders = ", ".join(sorted(set(report.held.values())))
+        logger.warning("deploy: %d dense weights are still in memory, held by %s", len(report.held), holders)
     return report
 
 
@@ -187,7 +191,7 @@ def _holders(alive: dict[str, _Watched]) -> dict[str, str]:
     """Who keeps each surviving weight: optimizers by class, else the types of the objects that refer to it."""
     if not alive:
         return {}
-    optimizers = [o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer)]
+    optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
     held = {}
     for name, watched in alive.items():
         parameter = watched.parameter()
@@ -209,8 +213,9 @@ def _contains(tensors: Iterable[torch.Tensor], wanted: torch.Tensor) -> bool:
 
 
 def _referrers(parameter: torch.Tensor) -> str:
-    kinds = sorted({type(r).__name__ for r in gc.get_referrers(parameter) if type(r).__name__ != "frame"})
-    return "a reference in " + ", ".join(kinds) if kinds else "an autograd graph, or a local variable"
+    # Frames and cells are this function's own callers.
+    kinds = sorted({type(r).__name__ for r in gc.get_referrers(parameter)} - {"frame", "cell"})
+    return "a reference in a " + ", ".join(kinds) if kinds else "an open autograd graph, or a local variable"
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

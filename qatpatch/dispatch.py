@@ -23,9 +23,9 @@ from torch import nn
 
 from qatpatch import kernels
 from qatpatch.attention import qat_attention, quantized_attention
+from qatpatch.autocast import autocast_dtype
 from qatpatch.recomputation import Call, CallHistory, remember
 from qatpatch.switch import AttentionChoice, Switch
-
 
 _TRAIN = AttentionChoice(mode="train")
 # The call of the patched processor that runs in this context, and its own dense backend: a backend entry is shared by all
@@ -169,7 +169,7 @@ def backend_entry(mode: str, scheme: str, kernel: str) -> Any:
         if mode == "dense":
             arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             return remember(dispatch_attention_fn(*arguments, backend=dense, parallel_config=_parallel_config), call)
-        _refuse(dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa, parallel=_parallel_config is not None)
+        refuse_unsupported(dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa, parallel=_parallel_config is not None)
         return remember(run_attention(query, key, value, attn_mask, scale, mode=mode, scheme=scheme, kernel=kernel), call)
 
     _AttentionBackendRegistry.register(entry)(backend)
@@ -192,8 +192,8 @@ def run_attention(
     Mode ``"train"`` is differentiable, ``"infer"`` refuses to lose gradients, and ``"deployed"`` is ``"infer"`` except that adapters
     on packed layers may train: where gradients are needed it runs the train kernel of the same scheme.
     """
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
+    dtype = autocast_dtype(query.device)
+    if dtype is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if mode == "deployed" and torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
         mode, kernel = "train", kernels.resolved_name("attention", "train", scheme, str(query.device))
@@ -201,7 +201,8 @@ def run_attention(
     return function(query, key, value, scheme=scheme, scale=scale, attn_mask=attn_mask, kernel=kernel)
 
 
-def _refuse(**asked: Any) -> None:
+def refuse_unsupported(**asked: Any) -> None:
+    """Raise for anything the model asks of its attention that NVFP4 attention does not do."""
     for name, value in asked.items():
         if value:
             raise NotImplementedError(

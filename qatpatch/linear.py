@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from qatpatch import kernels, nvfp4
+from qatpatch.autocast import autocast_dtype, without_autocast
 from qatpatch.kernels import ops
 from qatpatch.recomputation import Call, CallHistory, remember
 from qatpatch.switch import Switch
@@ -90,12 +91,9 @@ class LinearState:
 
     def compute_dtype(self, device: torch.device, weight_dtype: torch.dtype, training: bool) -> torch.dtype:
         """The dtype in which operands are quantized; recorded in training mode."""
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
-        elif training or self.trained_dtype is None:
-            dtype = weight_dtype
-        else:
-            dtype = self.trained_dtype
+        dtype = autocast_dtype(device)
+        if dtype is None:
+            dtype = weight_dtype if training or self.trained_dtype is None else self.trained_dtype
         if training and self.trained_dtype is not dtype:
             self.trained_dtype = dtype
         return dtype
@@ -116,7 +114,7 @@ class LinearState:
 
 def output_dtype(x: torch.Tensor, weight_dtype: torch.dtype) -> torch.dtype:
     """What ``nn.Linear`` returns: autocast's dtype where it is on, else the weight's."""
-    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else weight_dtype
+    return autocast_dtype(x.device) or weight_dtype
 
 
 class _QATLinear(torch.autograd.Function):
@@ -156,7 +154,7 @@ class _QATLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, x, block_scale, x_scale = ctx.saved_tensors
         settings, dx, dw, db = ctx.settings, None, None, None
-        with torch.autocast(dy.device.type, enabled=False):
+        with without_autocast(dy.device):
             dy = dy.to(ctx.dtype)
             if ctx.needs_input_grad[0]:
                 if settings.backward == "quantized":
@@ -404,7 +402,7 @@ class _PackedLinear(torch.autograd.Function):
 
 
 def _check_dtypes(x: torch.Tensor, weight_dtype: torch.dtype) -> None:
-    if x.dtype == weight_dtype or x.dtype == torch.float32 or torch.is_autocast_enabled(x.device.type):
+    if x.dtype == weight_dtype or x.dtype == torch.float32 or autocast_dtype(x.device):
         return
     raise RuntimeError(
         f"the input is {x.dtype} and the weight {weight_dtype}; nn.Linear refuses that outside autocast, and so does this "

@@ -20,6 +20,7 @@ from torch import nn
 
 from qatpatch import dispatch, kernels
 from qatpatch.errors import KernelUnavailable, PlanError
+from qatpatch.graphs import restore, rewrite
 from qatpatch.kernels import Kernel
 from qatpatch.linear import LinearState, NVFP4Linear, QATLinear
 from qatpatch.plan import RECORD, Action, Plan, build_plan, is_graph, patched_modules, unwrap
@@ -100,8 +101,6 @@ def apply(
     done: list[Action] = []
     try:
         if is_graph(model):
-            from qatpatch.graphs import rewrite
-
             rewrite(model, plan, record.switch)
         else:
             for action in (*plan.linears.values(), *plan.attentions.values()):
@@ -141,14 +140,10 @@ def remove(model: nn.Module) -> None:
             "be removed; load the original weights, or deploy with retain_original_weights=True"
         )
     if is_graph(model):
-        from qatpatch.graphs import restore
-
         restore(model)
-    for paths in record.linears.values():
-        _undo_everywhere(model, paths)
-    for paths in record.attentions.values():
-        if not is_graph(model):
-            _undo(model.get_submodule(paths[0]))
+    else:
+        for paths in (*record.linears.values(), *record.attentions.values()):
+            _undo_everywhere(model, paths)
     del vars(model)[RECORD]
     logger.info("remove: %d linears, %d attentions", len(record.linears), len(record.attentions))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from qatpatch import nvfp4
+from qatpatch.autocast import without_autocast
 from qatpatch.kernels import kernel_named
 
 
@@ -81,7 +82,7 @@ def matmul(
     kernel: str,
 ) -> torch.Tensor:
     """``(x weight^T) * scales + bias`` of operands (..., K) and (N, K), FP32 accumulation, rounded once to out_dtype."""
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         return kernel_named(kernel).load().matmul(x, x_scale, weight, weight_scale, bias, out_dtype=out_dtype)
 
 
