@@ -120,6 +120,8 @@ def masks(batch=2, heads=2, queries=37, keys=90):
         "nothing_valid": torch.zeros(1, 1, 1, 1, dtype=torch.bool),
         "tail": (torch.arange(keys) < 70).view(1, 1, 1, keys),
         "last_tile_hidden": (torch.arange(keys) < 50).view(1, 1, 1, keys),
+        "minus_1000": torch.where(per_key, 0.0, -1000.0),
+        "additive_dead_rows": torch.where(dead_rows, 0.0, -9984.0),
         "minus_10000": torch.where(per_key, 0.0, -10000.0),
         "minus_9984_bf16": torch.where(per_key, 0.0, -10000.0).bfloat16(),
         "minus_inf": torch.where(full, 0.0, -torch.inf),
@@ -156,7 +158,7 @@ def test_a_mask_that_masks_nothing_changes_no_bit(scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["key", "head_and_key", "tail", "minus_10000", "dead_rows"])
+@pytest.mark.parametrize("name", ["key", "head_and_key", "tail", "minus_1000", "dead_rows", "additive_dead_rows"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
 def test_invalid_memory_is_never_used(scheme, name, poison):
     q, k, v, d_out = operands(2, 37, 90, 2, 64)
@@ -458,6 +460,12 @@ def test_the_graph_keeps_nothing_of_the_size_of_the_scores(scheme):
         qat_attention(*inputs, scheme=scheme)
     q, k, stats = (1, 193, 1, 64), (1, 257, 1, 64), (1, 1, 193)
     assert sorted(kept) == sorted([q, k, k, q, stats, stats])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_only_the_output_is_differentiable(scheme):
+    results = ops.attention_forward(*leaves(1, 9, 9, 1, 64), None, 0.125, scheme, "reference_attention", True)
+    assert [x.requires_grad for x in results] == [True, False, False, False]
 
 
 def test_checkpointed_attention_has_the_same_gradients():
