@@ -131,6 +131,10 @@ def attach(module: nn.Module, scheme: str, switch: Switch) -> None:
     processor.__class__ = _patched_class(type(original))
     processor.quantization = AttentionState(scheme, switch, original)
     module.processor = processor
+    # Entries that come later would invalidate graphs compiled before them.
+    backend_entry("dense", "", None)
+    for mode in ("train", "infer", "deployed"):
+        backend_entry(mode, scheme, None)
 
 
 def detach(module: nn.Module) -> None:
@@ -180,7 +184,7 @@ def _registered(mode: str, scheme: str, kernel: str | None) -> Any:
             if running is not None:
                 name = running.state.kernel(running.choice, query.device)[1]
             out = run_attention(query, key, value, attn_mask, scale, mode=mode, scheme=scheme, kernel=name)
-        return out if running is None else remember(out, running.call, in_place=False)
+        return out if running is None else remember(out, running.call)
 
     _AttentionBackendRegistry.register(entry)(backend)
     return entry

@@ -188,7 +188,7 @@ class QATLinear(nn.Linear):
         if not torch.compiler.is_compiling():
             mode, call = state.history.enter(mode, training=self.training)
         if mode == "dense":
-            return remember(nn.functional.linear(x, self.weight, self.bias), call, in_place=True)
+            return remember(nn.functional.linear(x, self.weight, self.bias), call)
         return self._quantized(x, call)
 
     def _quantized(self, x: torch.Tensor, call: Call | None) -> torch.Tensor:
@@ -206,7 +206,7 @@ class QATLinear(nn.Linear):
             state.kernel("train", x.device),
             output_dtype(x, weight.dtype),
         )
-        return remember(y, call, in_place=True).view(*x.shape[:-1], self.out_features)
+        return remember(y, call).view(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QATLinear:
         if self.weight.requires_grad and not self.weight.is_meta:

@@ -95,32 +95,23 @@ class CallHistory:
 
 class _Remember(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, call: Call, in_place: bool) -> torch.Tensor:
+    def forward(ctx: Any, output: torch.Tensor, call: Call) -> torch.Tensor:
         ctx.call = call
         ctx.save_for_backward(call.code())
-        if not in_place:
-            return output.view_as(output)
-        ctx.mark_dirty(output)
-        return output
+        # Neither a view nor marked dirty: it shares memory and version, so that in-place changes behave as without this node.
+        return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (recomputed,) = ctx.saved_tensors
         if not torch.equal(recomputed, ctx.call.code()):
             raise RuntimeError(f"{_ADVICE} (its forward ran as {ctx.call.mode})")
         ctx.call.differentiated = True
-        return grad, None, None
+        return grad, None
 
 
-def remember(output: torch.Tensor, call: Call | None, *, in_place: bool) -> torch.Tensor:
-    """``output`` with ``call`` tied to its graph; no copy.
-
-    Args:
-        output: what the layer returns.
-        call: from `CallHistory.enter`; None leaves the output as it is.
-        in_place: True where the operator behind ``output`` did not save it: then later in-place changes of it are allowed, as
-            they are behind that operator. Otherwise the result is a view, and they raise.
-    """
+def remember(output: torch.Tensor, call: Call | None) -> torch.Tensor:
+    """``output`` with ``call`` (from `CallHistory.enter`, None without autograd) tied to its graph; no copy."""
     if call is None or output.grad_fn is None:
         return output
-    return _Remember.apply(output, call, in_place)
+    return _Remember.apply(output, call)
