@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import email
 import inspect
 import re
@@ -36,7 +37,9 @@ LEVELS = (
     ("plan",),
     ("receipts",),
     ("graphs",),
-    ("patch", "swap", "deployment", "checkpoint", "coverage"),
+    ("patch",),
+    ("swap",),
+    ("deployment", "checkpoint", "calibration", "coverage"),
     ("__init__",),
 )
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
@@ -109,6 +112,22 @@ def test_changelog_has_the_version():
     assert re.search(rf"^## {re.escape(qatpatch.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
+def test_readme_runs_as_printed(tmp_path):
+    script = "\n".join(python_blocks(ROOT / "README.md"))
+    # The subprocess runs elsewhere, for what the snippet saves; this checkout goes in front of its path.
+    script = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{script}"
+    run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_format_page_shows_what_python_prints():
+    examples = "\n".join(block for block in python_blocks(ROOT / "docs" / "format.md") if block.startswith(">>>"))
+    test = doctest.DocTestParser().get_doctest(examples, {}, "docs/format.md", None, None)
+    assert test.examples
+    report = []
+    assert doctest.DocTestRunner().run(test, out=report.append).failed == 0, "".join(report)
+
+
 def test_no_module_bears_the_name_of_a_public_function():
     modules = {unit_of(path) for path in SOURCES}
     for name in qatpatch.__all__:
@@ -170,6 +189,10 @@ def test_import_reader_sees_every_form_of_import(tmp_path):
     assert list(private_diffusers_names(path, source)) == ["line 6: diffusers.models._private"]
     chain = "import diffusers.models.attention_dispatch as d\nd.Registry._backends\nd.Registry.__doc__\n"
     assert list(private_diffusers_names(path, chain)) == ["line 2: d...._backends"]
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def parse(path: Path, source: str | None = None) -> ast.Module:
