@@ -26,6 +26,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # lies in qatpatch/kernels.
 LEVELS = (
     ("errors",),
+    ("autocast",),
     ("nvfp4",),
     ("kernels",),
     ("straight_through",),
