@@ -1,9 +1,8 @@
 """`save` and `load` of deployed models: one safetensors file that says all about itself, and a config.json beside it.
 
 =========================  =====================================================================================
-header metadata            ``format`` "qatpatch", ``version``, and ``description``: JSON with the model's class and
-config,
-                           every packed layer (logical shape, settings, dtypes) and every attention (scheme, kernel)
+header metadata            ``qatpatch``: JSON with the format version, the model's class and config, every packed layer
+                           (logical shape, settings, dtypes) and every attention (scheme)
 tensors                    the state dict: ``X.weight_packed``, ``X.weight_scale``, ``X.weight_global_scale`` (uint8),
                            ``X.bias``, retained ``X.dense_weight``, and everything that was not patched
 config.json                the same description for people and other tools; `load` reads the header
@@ -39,7 +38,7 @@ from qatpatch.units import is_graph, unwrap
 
 logger = logging.getLogger("qatpatch")
 
-FORMAT = "qatpatch"
+HEADER_KEY = "qatpatch"
 VERSION = "1"
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 CONFIG_NAME = "config.json"
@@ -73,8 +72,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     description = _describe(model, record)
     tensors = {name: _writable(name, tensor) for name, tensor in model.state_dict().items()}
     directory = Path(path)
-    text = json.dumps(description, indent=2, sort_keys=True)
-    metadata = {"format": FORMAT, "version": VERSION, "description": text}
+    # One key: safetensors writes several in no fixed order, and equal models should be equal files.
+    metadata = {HEADER_KEY: json.dumps({"version": VERSION, **description})}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _replace(directory / WEIGHTS_NAME, lambda temporary: _write_tensors(tensors, temporary, metadata))
@@ -176,7 +175,7 @@ def _config_json(description: dict[str, Any]) -> str:
     """diffusers' config keys, with ours beside them."""
     rest = {key: value for key, value in description.items() if key not in ("class", "config")}
     config = {"_class_name": description["class"], **description["config"]}
-    return json.dumps({**config, "qatpatch": {"version": VERSION, **rest}}, indent=2, sort_keys=True) + "\n"
+    return json.dumps({**config, "qatpatch": {"version": VERSION, **rest}}, indent=2) + "\n"
 
 
 def _writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -229,24 +228,25 @@ def _read(file: Path, device: torch.device | str) -> tuple[dict[str, Any], dict[
 
 
 def _parse(metadata: dict[str, str], file: Path) -> dict[str, Any]:
-    if metadata.get("format") != FORMAT or "description" not in metadata:
+    if HEADER_KEY not in metadata:
+        found = f"its header says {', '.join(sorted(metadata))}" if metadata else "its header says nothing"
         raise CheckpointError(
-            f"{file} was not written by qatpatch.save (its header says format={metadata.get('format')!r}); "
-            f"packed NVFP4 of other "
-            "tools differs in nibble order and scale layout and cannot be told by shape, so it is not guessed at"
-        )
-    if metadata.get("version") != VERSION:
-        raise CheckpointError(
-            f"{file} has format version {metadata.get('version')!r}, and this qatpatch reads {VERSION!r}; use "
-            f"the version that wrote it"
+            f"{file} was not written by qatpatch.save ({found}); packed NVFP4 of other tools differs in nibble "
+            f"order and "
+            "scale layout and cannot be told by shape, so it is not guessed at"
         )
     try:
-        description = json.loads(metadata["description"])
+        description = json.loads(metadata[HEADER_KEY])
     except ValueError as error:
         raise CheckpointError(f"the description in {file} is damaged: {error}") from error
+    version = description.get("version") if isinstance(description, dict) else None
+    if version != VERSION:
+        raise CheckpointError(
+            f"{file} has format version {version!r}, and this qatpatch reads {VERSION!r}; use the version that wrote it"
+        )
     wanted = {"class": str, "config": dict, "linears": dict, "attentions": dict, "profile": str, "scheme": str}
     for key, kind in wanted.items():
-        if not isinstance(description, dict) or not isinstance(description.get(key), kind):
+        if not isinstance(description.get(key), kind):
             raise CheckpointError(f"the description in {file} lacks {key!r}")
     return description
 
@@ -335,11 +335,15 @@ def _packed_on_meta(name: str, layer: dict[str, Any], switch: Switch) -> NVFP4Li
         block_scale=torch.empty((rows, width // nvfp4.BLOCK_SIZE), **empty),
         global_scale=torch.empty((), device="meta", dtype=torch.float32),
         in_features=columns,
-        bias=torch.empty(rows, device="meta", dtype=dtype) if layer["bias"] else None,
-        dense_weight=torch.empty((rows, columns), device="meta", dtype=dtype) if layer["retained"] else None,
+        bias=_meta_parameter(dtype, rows) if layer["bias"] else None,
+        dense_weight=_meta_parameter(dtype, rows, columns) if layer["retained"] else None,
         dtype=dtype,
         quantization=state,
     )
+
+
+def _meta_parameter(dtype: torch.dtype, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device="meta", dtype=dtype), requires_grad=False)
 
 
 def _expect_linear(model: nn.Module, name: str, path: str, layer: dict[str, Any]) -> None:

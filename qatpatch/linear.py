@@ -254,7 +254,7 @@ class NVFP4Linear(nn.Linear):
 
     Buffers, all uint8: ``weight_packed`` (N, ceil16(K)/2), element 2j in the low nibble; ``weight_scale`` (N,
         ceil(K/16)), E4M3
-    bytes, linear; ``weight_global_scale`` (4), the bytes of one FP32 decode scale. ``bias`` (N) is a frozen parameter;
+    bytes, linear; ``weight_global_scale`` (4), the bytes of one FP32 decode scale. ``bias`` (N) is the parameter from before;
     ``dense_weight`` (N, K) is there where the original was retained. ``weight`` answers dtype, shape and device.
     """
 
@@ -268,8 +268,8 @@ class NVFP4Linear(nn.Linear):
         block_scale: torch.Tensor,
         global_scale: torch.Tensor,
         in_features: int,
-        bias: torch.Tensor | None,
-        dense_weight: torch.Tensor | None,
+        bias: nn.Parameter | None,
+        dense_weight: nn.Parameter | None,
         dtype: torch.dtype,
         quantization: LinearState,
     ) -> None:
@@ -278,14 +278,14 @@ class NVFP4Linear(nn.Linear):
         self.register_buffer("weight_packed", packed)
         self.register_buffer("weight_scale", block_scale)
         self.register_buffer("weight_global_scale", global_scale.reshape(1).view(torch.uint8))
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.dense_weight = None if dense_weight is None else nn.Parameter(dense_weight, requires_grad=False)
+        self.bias = bias
+        self.dense_weight = dense_weight
         self.quantization = quantization
         self._dtype = dtype
 
     @classmethod
     def from_linear(cls, linear: QATLinear, *, retain: bool) -> NVFP4Linear:
-        """Pack ``linear``; ``retain`` keeps its dense weight as ``dense_weight`` (the same storage)."""
+        """Pack ``linear``; ``retain`` keeps its dense weight as ``dense_weight`` (the same Parameter)."""
         state, weight = linear.quantization, linear.weight.detach()
         source = weight.to(state.trained_dtype or weight.dtype)
         kernel = state.kernel("deploy", weight.device)
@@ -295,8 +295,8 @@ class NVFP4Linear(nn.Linear):
             block_scale=block_scale,
             global_scale=global_scale,
             in_features=linear.in_features,
-            bias=None if linear.bias is None else linear.bias.detach(),
-            dense_weight=weight if retain else None,
+            bias=linear.bias,
+            dense_weight=linear.weight if retain else None,
             dtype=weight.dtype,
             quantization=state,
         )

@@ -279,9 +279,7 @@ def _dense_again(module: NVFP4Linear) -> nn.Linear:
     """A plain linear with the retained weight of a packed one."""
     linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
     linear.weight = module.dense_weight
-    if module.bias is not None:
-        linear.bias = module.bias
-    linear.requires_grad_(True)
+    linear.bias = module.bias
     move_hooks(module, linear)
     return linear.train(module.training)
 

@@ -38,7 +38,11 @@ LTX23 = dict(
 
 @pytest.mark.parametrize(
     "config",
-    [{}, {**LTX23, "use_prompt_adaln_single": True}, {**LTX23, "ff_bias": False, "use_keyframes_abs_pos_embedding": True}],
+    [
+        {},
+        {**LTX23, "use_prompt_adaln_single": True},
+        {**LTX23, "ff_bias": False, "use_keyframes_abs_pos_embedding": True},
+    ],
     ids=["2.0", "2.3", "2.5"],
 )
 def test_full_size_ltx2_counts(config):

@@ -132,12 +132,16 @@ def test_swaps_that_cannot_be_are_errors_with_the_reason():
         pass
     qatpatch.remove(model)
     qatpatch.apply(model)
-    with pytest.raises(KernelUnavailable, match="reference_attention: emulates"), qatpatch.infer_attention(model, "native"):
+    with (
+        pytest.raises(KernelUnavailable, match="reference_attention: emulates"),
+        qatpatch.infer_attention(model, "native"),
+    ):
         pass
     with pytest.raises(KernelUnavailable, match="no kernel called 'sage'"), qatpatch.infer_attention(model, "sage"):
         pass
-    with pytest.raises(KernelUnavailable, match="no attention kernel called"), qatpatch.infer_attention(
-        model, "reference_linear"
+    with (
+        pytest.raises(KernelUnavailable, match="no attention kernel called"),
+        qatpatch.infer_attention(model, "reference_linear"),
     ):
         pass
 
