@@ -22,7 +22,9 @@ FLT_MAX = np.finfo(np.float32).max
 SCALE_NAN = 0x7F
 # All non-negative values in the order of their codes, so that an index is a code and an even index an even mantissa.
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-E4M3 = np.array([m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)])[:127]
+E4M3 = np.array([m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)])[
+    :127
+]
 
 
 def nearest_index(x: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -116,8 +118,8 @@ def quantize(x: np.ndarray, *, global_scale: float | None = None, rule: str = "p
 def outside_module(name: str) -> ModuleType:
     """An outside package's module, from ``<venv>/oracles`` where that is, else from site-packages.
 
-    That directory is on ``sys.path`` only meanwhile, and what came from it leaves ``sys.modules`` again: diffusers, peft and
-    transformers act on packages that can be imported.
+    That directory is on ``sys.path`` only meanwhile, and what came from it leaves ``sys.modules`` again: diffusers,
+    peft and transformers act on what can be imported.
     """
     directory = Path(sys.prefix) / "oracles"
     if not directory.is_dir():

@@ -1,4 +1,4 @@
-"""The NVFP4 format, bit for bit against `nvfp4_oracle`, bytes worked out by hand, flashinfer's CPU reference and torchao."""
+"""The NVFP4 format against `nvfp4_oracle`, bytes worked out by hand, flashinfer's CPU reference and torchao."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nvfp4_oracle as oracle
 import numpy as np
+import nvfp4_oracle as oracle
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -213,8 +213,8 @@ class TestGoldenBytes:
         assert packed_bytes(q) == "1032547698badcfe"
 
     def test_ties_go_to_the_even_code(self):
-        # Block scale 1 as above. 0.25 is between codes 0 and 1: 0. 0.75 (1|2): 2. 1.25 (2|3): 2. 1.75 (3|4): 4. 2.5 (4|5): 4.
-        # 3.5 (5|6): 6. 5 (6|7): 6. 6: 7. The same with the sign bit.
+        # Block scale 1 as above. 0.25 is between codes 0 and 1: 0. 0.75 (1|2): 2. 1.25 (2|3): 2. 1.75 (3|4): 4.
+        # 2.5 (4|5): 4. 3.5 (5|6): 6. 5 (6|7): 6. 6: 7. The same with the sign bit.
         ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
         q = nvfp4.quantize(torch.tensor(ties + [-t for t in ties]), global_scale=1.0)
         assert packed_bytes(q) == "20426476a8caecfe"
@@ -225,10 +225,10 @@ class TestGoldenBytes:
         #   x * 2048 / 352: 1 -> 5.82 -> 6 (7); 0.5 -> 2.91 -> 3 (5); 0.1 -> 0.58 -> 0.5 (1); -0.75 -> -4.36 -> -4 (14);
         #   0.01 -> 0.06 -> 0 (0); -0.01 -> -0 (8). Pairs (7,5) (1,14) (0,8): 57 e1 80, then zeros.
         # Block 1: amax 0.01: 20.48 / 6 = 3.413, steps of 0.25: 3.5 = 1.75 * 2^1, exponent 8, mantissa 6: 0x46.
-        #   x * 2048 / 3.5: 0.01 -> 5.85 -> 6 (7); -0.004 -> -2.34 -> -2 (12); 0.0005 -> 0.29 -> 0.5 (1); 0.0004 -> 0.234 -> 0 (0).
-        #   Pairs (7,12) (1,0): c7 01.
+        #   x * 2048 / 3.5: 0.01 -> 5.85 -> 6 (7); -0.004 -> -2.34 -> -2 (12); 0.0005 -> 0.29 -> 0.5 (1);
+        #   0.0004 -> 0.234 -> 0 (0). Pairs (7,12) (1,0): c7 01.
         # Block 2, all zero: scale byte 0 and zero codes.
-        # Block 3: amax 1e-6: 0.002048 / 6 = 0.000341, below half of the smallest E4M3 value 2^-9 = 0.00195: scale 0, codes 0.
+        # Block 3: amax 1e-6: 0.002048 / 6 = 0.000341, under half of 2^-9, the smallest E4M3 value: scale 0 and codes 0.
         # Block 4: amax 5e-6: 0.01024 / 6 = 0.001707, nearest 2^-9, the byte 0x01. x * 2048 * 512: 5.24 -> 6 (7).
         x = torch.zeros(1, 80)
         x[0, :6] = torch.tensor([1.0, 0.5, 0.1, -0.75, 0.01, -0.01])
@@ -244,7 +244,7 @@ class TestGoldenBytes:
         assert decoded[0, 0] == 6 * 352 / 2048 and decoded[0, 17] == -2 * 3.5 / 2048
 
     def test_largest_element_is_exact_with_the_amax_rule(self):
-        # amax 21: 21 / 2688 = 2^-7 and encode 128; 21 * 128 / 6 = 448, the byte 0x7E; 21 * 128 / 448 = 6. Hence 6 * 448 / 128.
+        # amax 21: 21 / 2688 = 2^-7, encode 128; 21 * 128 / 6 = 448, the byte 0x7E; 21 * 128 / 448 = 6, the code 7.
         x = torch.tensor([[21.0, -10.5] + [0.0] * 14])
         q = quantize(x, None, "amax")
         assert q.global_scale == 2.0**-7 and q.block_scale.view(torch.uint8).item() == 0x7E
@@ -307,7 +307,9 @@ class TestGlobalScale:
 class TestNumbers:
     def test_rounding_to_e2m1(self):
         rng = np.random.default_rng(0)
-        x = np.concatenate([rng.uniform(-8, 8, 100_000), 10.0 ** rng.uniform(-45, 38, 10_000), [np.inf, -np.inf, 0.0, -0.0]])
+        x = np.concatenate(
+            [rng.uniform(-8, 8, 100_000), 10.0 ** rng.uniform(-45, 38, 10_000), [np.inf, -np.inf, 0.0, -0.0]]
+        )
         x = np.concatenate([x.astype(np.float32), code_midpoints().numpy().ravel()])
         expected = np.copysign(oracle.E2M1[oracle.nearest_index(np.abs(x), oracle.E2M1)], x)
         found = nvfp4.round_e2m1(torch.from_numpy(x.copy())).numpy()
@@ -316,7 +318,9 @@ class TestNumbers:
 
     def test_rounding_to_e4m3(self):
         midpoints = around((oracle.E4M3[:-1] + oracle.E4M3[1:]) / 2)
-        x = np.concatenate([midpoints, around(oracle.E4M3[1:]), np.linspace(0, 500, 50_001), [0.0, 1e-45, 464.0, 1e30, np.inf]])
+        x = np.concatenate(
+            [midpoints, around(oracle.E4M3[1:]), np.linspace(0, 500, 50_001), [0.0, 1e-45, 464.0, 1e30, np.inf]]
+        )
         x = x.astype(np.float32)
         found = nvfp4.round_e4m3(torch.from_numpy(x)).view(torch.uint8).numpy()
         np.testing.assert_array_equal(found, oracle.nearest_index(x, oracle.E4M3))
@@ -360,7 +364,9 @@ class TestNumbers:
         exact = oracle.quantize(x.numpy(), rule="amax").values
         found = nvfp4.dequantize(q, torch.bfloat16)
         assert (found.double().numpy() != exact).mean() > 0.5
-        assert torch.equal(found, torch.from_numpy(exact.astype(np.float32)).bfloat16())  # the FP32 product, rounded once
+        assert torch.equal(
+            found, torch.from_numpy(exact.astype(np.float32)).bfloat16()
+        )  # the FP32 product, rounded once
 
     @pytest.mark.parametrize("x", [INPUTS["normal"], INPUTS["one dead block"], normal(5, 60) * 1e-20], ids=str.__call__)
     def test_quantizing_again_changes_nothing(self, x):
