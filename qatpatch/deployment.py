@@ -22,7 +22,7 @@ from qatpatch import kernels
 from qatpatch.errors import PlanError
 from qatpatch.graphs import forget_original
 from qatpatch.linear import NVFP4Linear, QATLinear
-from qatpatch.patch import Record, layer_state, move_hooks, patch_record, replace_module
+from qatpatch.patch import Record, device_of, layer_state, move_hooks, patch_record, replace_module
 from qatpatch.plan import is_graph, unwrap
 from qatpatch.receipts import DeployReport
 from qatpatch.swap import bind_infer
@@ -131,9 +131,7 @@ def _attention_choices(
         state = layer_state("attention", module)
         if state is None:
             raise PlanError(f"{paths[0]} lost its QAT attention (set_attn_processor?); it is untouched: remove and apply again")
-        parameter = next(module.parameters(), None)
-        device = torch.device("cpu") if parameter is None else parameter.device
-        choice, _ = bind_infer(state.scheme, device, kernel)
+        choice, _ = bind_infer(state.scheme, device_of(module, model), kernel)
         choices.append((state, AttentionChoice(mode="deployed", scheme=choice.scheme, kernel=choice.kernel)))
     return choices
 
@@ -160,7 +158,9 @@ def _receipt(
         module = model.get_submodule(paths[0])
         rows[name] = kernels.kernel_named(module.quantization.kernel("deploy", module.weight_packed.device))
     for name, paths in record.attentions.items():
-        rows[name] = kernels.kernel_named(layer_state("attention", model.get_submodule(paths[0])).deployed.kernel)
+        module = model.get_submodule(paths[0])
+        state = layer_state("attention", module)
+        rows[name] = kernels.kernel_named(state.kernel(state.deployed, device_of(module, model))[1])
     report = DeployReport(
         model_class=type(model).__name__,
         packed=tuple(record.linears),

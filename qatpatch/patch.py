@@ -9,6 +9,7 @@ Invariants of a patched model:
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -168,7 +169,7 @@ def report(model: nn.Module) -> PatchReport:
     for kind, names in (("linear", record.linears), ("attention", record.attentions)):
         for name, paths in names.items():
             module = _module_at(model, paths[0])
-            layer, row = _layer_receipt(kind, module, _device_of(module, model))
+            layer, row = _layer_receipt(kind, module, device_of(module, model))
             layers[name] = layer
             if row is not None:
                 rows[name] = row
@@ -284,10 +285,11 @@ def _module_at(model: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def _device_of(module: nn.Module | None, model: nn.Module) -> torch.device:
+def device_of(module: nn.Module | None, model: nn.Module) -> torch.device:
+    """Where a layer computes: its own first parameter or buffer, else the model's."""
     for owner in (module, model):
         if owner is not None:
-            tensor = next((t for t in (*owner.parameters(), *owner.buffers())), None)
+            tensor = next(itertools.chain(owner.parameters(), owner.buffers()), None)
             if tensor is not None:
                 return tensor.device
     return torch.device("cpu")

@@ -6,7 +6,7 @@ the path of every module (under each name that it has) and the settings it gets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
