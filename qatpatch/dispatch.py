@@ -7,7 +7,8 @@ of diffusers' closed enum: it enters none of the enum's maps and replaces nothin
 see it. ``_attention_backend`` is a property: `set_attention_backend` on a patched model reaches only what its attention
 runs outside ours (`dense`), and never takes the quantized attention out.
 
-``__call__`` keeps its signature (LTX-2 filters arguments by it). Masks are honoured by the kernels or refused; what a QAT attention
+``__call__`` keeps its signature (LTX-2 filters arguments by it). Masks are honoured by the kernels or refused; what a
+QAT attention
 cannot do (causal, dropout, grouped heads, context parallelism) is refused too: diffusers itself would drop it.
 """
 
@@ -29,7 +30,8 @@ from qatpatch.recomputation import Call, CallHistory, remember
 from qatpatch.switch import AttentionChoice, Switch
 
 _TRAIN = AttentionChoice(mode="train")
-# A registry entry is shared by all processors, so what belongs to one call travels beside it. Compiled regions do without.
+# A registry entry is shared by all processors, so what belongs to one call travels beside it. Compiled regions do
+# without.
 _RUNNING: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("qatpatch_running", default=None)
 
 
@@ -87,7 +89,10 @@ def unsupported_reason(module: nn.Module) -> str | None:
     if processor is None:
         return "It has no attention processor, so there is no seam to patch."
     if isinstance(processor, nn.Module):
-        return f"Its processor {type(processor).__name__} is a module of its own, which cannot be copied without its weights."
+        return (
+            f"Its processor {type(processor).__name__} is a module of its own, which cannot be copied "
+            f"without its weights."
+        )
     if getattr(processor, "qatpatch_kind", None):
         return "It is patched already."
     if not hasattr(type(processor), "_attention_backend"):
@@ -179,7 +184,9 @@ def _registered(mode: str, scheme: str, kernel: str | None) -> Any:
             out = dispatch_attention_fn(*arguments, backend=dense, parallel_config=_parallel_config)
         else:
             parallel = _parallel_config is not None
-            refuse_unsupported(dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa, context_parallel=parallel)
+            refuse_unsupported(
+                dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa, context_parallel=parallel
+            )
             name = kernel
             if running is not None:
                 name = running.state.kernel(running.choice, query.device)[1]
@@ -203,8 +210,10 @@ def run_attention(
 ) -> torch.Tensor:
     """Quantized attention, BSHD in and out, in autocast's dtype where autocast is on (as SDPA does).
 
-    Mode ``"train"`` is differentiable, ``"infer"`` refuses to lose gradients, and ``"deployed"`` is ``"infer"`` except that adapters
-    on packed layers may train: where gradients are needed it runs the train kernel of the same scheme. ``kernel=None`` is the
+    Mode ``"train"`` is differentiable, ``"infer"`` refuses to lose gradients, and ``"deployed"`` is ``"infer"``
+    except that adapters
+    on packed layers may train: where gradients are needed it runs the train kernel of the same scheme.
+        ``kernel=None`` is the
     first usable one.
     """
     dtype = autocast_dtype(query.device)
@@ -221,7 +230,8 @@ def refuse_unsupported(**asked: Any) -> None:
     for name, value in asked.items():
         if value:
             raise NotImplementedError(
-                f"the model asks its attention for {name}={value}, which NVFP4 attention does not support; exclude that "
+                f"the model asks its attention for {name}={value}, which NVFP4 attention does not support; "
+                f"exclude that "
                 "module from the patch (exclude=...) to keep it dense"
             )
 

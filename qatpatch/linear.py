@@ -7,12 +7,15 @@ Input gradient   dX = dY W         unquantized operands (``backward="high_precis
 Weight gradient  dW = dY^T X       the dequantized ones (``"quantized"``, which keeps X packed: 0.5625 byte an element)
 Bias gradient    db = sum dY
 
-The estimator is straight-through with no clip mask. Operands are quantized in the compute dtype: autocast's where autocast
+The estimator is straight-through with no clip mask. Operands are quantized in the compute dtype: autocast's where
+autocast
 is on, else the weight's, or the one that training recorded where that is known. So an evaluation outside autocast sees
 the weights that training saw, and `deploy` packs exactly those. Output dtype is what `nn.Linear` gives.
 
-`QATLinear` adds no parameter and no buffer; a live ``nn.Linear`` becomes one by assigning its class. `NVFP4Linear` replaces
-the object: its storage is uint8 throughout (codes, E4M3 bytes, the FP32 global scale as four bytes), so that no ``.to(dtype)``,
+`QATLinear` adds no parameter and no buffer; a live ``nn.Linear`` becomes one by assigning its class. `NVFP4Linear`
+replaces
+the object: its storage is uint8 throughout (codes, E4M3 bytes, the FP32 global scale as four bytes), so that no
+``.to(dtype)``,
 autocast or loader can change it. Neither knows a model or diffusers.
 """
 
@@ -175,8 +178,10 @@ class _QATLinear(torch.autograd.Function):
 class QATLinear(nn.Linear):
     """``nn.Linear`` that computes with NVFP4 operands and learns straight through. Made by class assignment.
 
-    Input (..., in_features) in float32, bfloat16 or float16; output as ``nn.Linear`` in the same autocast state. An input in
-    another dtype than the weight's is accepted in float32 and converted; any other mismatch raises, as ``nn.Linear`` does.
+    Input (..., in_features) in float32, bfloat16 or float16; output as ``nn.Linear`` in the same autocast state. An
+    input in
+    another dtype than the weight's is accepted in float32 and converted; any other mismatch raises, as ``nn.Linear``
+    does.
     """
 
     quantization: LinearState
@@ -237,7 +242,8 @@ class PurgedWeight(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(
-            f"{func} needs a dense weight that qatpatch.deploy packed and purged; nothing can be added to or read from packed "
+            f"{func} needs a dense weight that qatpatch.deploy packed and purged; nothing can be added to or "
+            f"read from packed "
             "weights. Merge adapters (fuse_lora, merge_and_unload) before deploy, or deploy with "
             "retain_original_weights=True to keep running layers dense"
         )
@@ -246,8 +252,9 @@ class PurgedWeight(torch.Tensor):
 class NVFP4Linear(nn.Linear):
     """A deployed linear: packed weight (out_features, in_features), the compute it was trained for.
 
-    Buffers, all uint8: ``weight_packed`` (N, ceil16(K)/2), element 2j in the low nibble; ``weight_scale`` (N, ceil(K/16)), E4M3
-    bytes, linear; ``weight_global_scale`` (4), the bytes of one FP32 decode scale. ``bias`` (N) is a frozen parameter;
+    Buffers, all uint8: ``weight_packed`` (N, ceil16(K)/2), element 2j in the low nibble; ``weight_scale`` (N,
+        ceil(K/16)), E4M3
+    bytes, linear; ``weight_global_scale`` (4), the bytes of one FP32 decode scale. ``bias`` (N) is the parameter from before;
     ``dense_weight`` (N, K) is there where the original was retained. ``weight`` answers dtype, shape and device.
     """
 
@@ -261,8 +268,8 @@ class NVFP4Linear(nn.Linear):
         block_scale: torch.Tensor,
         global_scale: torch.Tensor,
         in_features: int,
-        bias: torch.Tensor | None,
-        dense_weight: torch.Tensor | None,
+        bias: nn.Parameter | None,
+        dense_weight: nn.Parameter | None,
         dtype: torch.dtype,
         quantization: LinearState,
     ) -> None:
@@ -271,14 +278,14 @@ class NVFP4Linear(nn.Linear):
         self.register_buffer("weight_packed", packed)
         self.register_buffer("weight_scale", block_scale)
         self.register_buffer("weight_global_scale", global_scale.reshape(1).view(torch.uint8))
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.dense_weight = None if dense_weight is None else nn.Parameter(dense_weight, requires_grad=False)
+        self.bias = bias
+        self.dense_weight = dense_weight
         self.quantization = quantization
         self._dtype = dtype
 
     @classmethod
     def from_linear(cls, linear: QATLinear, *, retain: bool) -> NVFP4Linear:
-        """Pack ``linear``; ``retain`` keeps its dense weight as ``dense_weight`` (the same storage)."""
+        """Pack ``linear``; ``retain`` keeps its dense weight as ``dense_weight`` (the same Parameter)."""
         state, weight = linear.quantization, linear.weight.detach()
         source = weight.to(state.trained_dtype or weight.dtype)
         kernel = state.kernel("deploy", weight.device)
@@ -288,8 +295,8 @@ class NVFP4Linear(nn.Linear):
             block_scale=block_scale,
             global_scale=global_scale,
             in_features=linear.in_features,
-            bias=None if linear.bias is None else linear.bias.detach(),
-            dense_weight=weight if retain else None,
+            bias=linear.bias,
+            dense_weight=linear.weight if retain else None,
             dtype=weight.dtype,
             quantization=state,
         )
@@ -367,8 +374,10 @@ class NVFP4Linear(nn.Linear):
         given = {key for key in state_dict if key.startswith(prefix)}
         if given and given != own:
             error_msgs.append(
-                f"{prefix[:-1]} is packed NVFP4 and takes exactly {', '.join(sorted(k[len(prefix) :] for k in own))}; the state "
-                f"dict has {', '.join(sorted(k[len(prefix) :] for k in given))}. Dense weights do not fit a deployed layer"
+                f"{prefix[:-1]} is packed NVFP4 and takes exactly "
+                f"{', '.join(sorted(k[len(prefix) :] for k in own))}; the state "
+                f"dict has {', '.join(sorted(k[len(prefix) :] for k in given))}. Dense weights do not fit a "
+                f"deployed layer"
             )
             return
         wrong = [k for k in given if k[len(prefix) :].startswith("weight_") and state_dict[k].dtype != torch.uint8]
@@ -382,7 +391,8 @@ class NVFP4Linear(nn.Linear):
     def extra_repr(self) -> str:
         kept = "retained" if self.dense_weight is not None else "purged"
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, nvfp4 packed, "
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"nvfp4 packed, "
             f"dense weight {kept}, mode={self.quantization.mode}"
         )
 
@@ -405,6 +415,7 @@ def _check_dtypes(x: torch.Tensor, weight_dtype: torch.dtype) -> None:
     if x.dtype == weight_dtype or x.dtype == torch.float32 or autocast_dtype(x.device):
         return
     raise RuntimeError(
-        f"the input is {x.dtype} and the weight {weight_dtype}; nn.Linear refuses that outside autocast, and so does this "
+        f"the input is {x.dtype} and the weight {weight_dtype}; nn.Linear refuses that outside autocast, and so "
+        f"does this "
         "layer. Convert one, or run under torch.autocast"
     )

@@ -244,7 +244,9 @@ def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize_blocks(rows: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """E2M1 values (R, blocks, 16) float32 and block scales (R, blocks) E4M3 of a (R, K) chunk, by the module's formula."""
+    """E2M1 values (R, blocks, 16) float32 and block scales (R, blocks) E4M3 of a (R, K) chunk, by the module's
+    formula.
+    """
     columns = rows.shape[-1]
     x = rows.float()
     if padded_length(columns) != columns:

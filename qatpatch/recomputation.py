@@ -5,7 +5,8 @@ during the backward pass, when another block may be open. So each layer keeps a 
 
 - a forward under autograd leaves a `Call` (its mode) that lives as long as its graph; a recomputation takes the mode of
   the youngest one that was not differentiated yet;
-- `remember` puts a node behind the layer's output that saves the mode as a tensor. Checkpointing replaces saved tensors by
+- `remember` puts a node behind the layer's output that saves the mode as a tensor. Checkpointing replaces saved
+  tensors by
   recomputed ones, so a node that finds another mode than its own knows that the guess was wrong, and raises;
 - reentrant checkpointing runs its forward without autograd, so there no graph can be asked: the modes of such forwards
   in training are collected, and a recomputation raises unless there was exactly one.
@@ -22,7 +23,8 @@ from typing import Any
 import torch
 
 _ADVICE = (
-    "gradient checkpointing recomputes a layer during backward, and a qatpatch block (infer_attention, dense, stage) was "
+    "gradient checkpointing recomputes a layer during backward, and a qatpatch block (infer_attention, dense, "
+    "stage) was "
     "entered or left between its forward and its backward in a way that cannot be followed; run the backward before "
     "the block changes, or use checkpoint(..., use_reentrant=False)"
 )
@@ -98,7 +100,8 @@ class _Remember(torch.autograd.Function):
     def forward(ctx: Any, output: torch.Tensor, call: Call) -> torch.Tensor:
         ctx.call = call
         ctx.save_for_backward(call.code())
-        # Neither a view nor marked dirty: it shares memory and version, so that in-place changes behave as without this node.
+        # Neither a view nor marked dirty: it shares memory and version, so that in-place changes behave as without
+        # this node.
         return output.detach()
 
     @staticmethod

@@ -17,9 +17,9 @@ from torch import nn
 from qatpatch import kernels
 from qatpatch.errors import PlanError, nearest
 from qatpatch.patch import Record, device_of, is_purged, patch_record
-from qatpatch.plan import unwrap
 from qatpatch.receipts import SwapReceipt
 from qatpatch.switch import AttentionChoice
+from qatpatch.units import unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -32,7 +32,8 @@ def infer_attention(model: nn.Module, kernel: str | None = None) -> Iterator[Swa
 
     Args:
         model: a patched model, or a wrapper of one.
-        kernel: a kernel's name, ``"native"`` for FP4 tensor cores only, or None for the first usable kernel of the trained
+        kernel: a kernel's name, ``"native"`` for FP4 tensor cores only, or None for the first usable kernel of
+            the trained
             scheme. A named kernel of another scheme is taken, and its receipt says ``simulated=no``.
 
     Yields:
@@ -47,7 +48,8 @@ def infer_attention(model: nn.Module, kernel: str | None = None) -> Iterator[Swa
     record = patch_record(model)
     if not record.attentions:
         raise PlanError(
-            f"this {type(model).__name__} has no QAT attention to swap (patched with attention=False, or a profile without "
+            f"this {type(model).__name__} has no QAT attention to swap (patched with attention=False, or a "
+            f"profile without "
             "attention)"
         )
     device = device_of(None, model)
@@ -125,7 +127,9 @@ def stage(model: nn.Module, name: str) -> Iterator[SwapReceipt]:
 
 
 def bind_infer(scheme: str, device: torch.device, name: str | None) -> tuple[AttentionChoice, kernels.Kernel]:
-    """The infer kernel for attention trained with ``scheme``: of that scheme, unless one of another is asked for by name."""
+    """The infer kernel for attention trained with ``scheme``: of that scheme, unless one of another is asked for
+    by name.
+    """
     if name not in (None, "native"):
         named = kernels.kernel_named(name)
         if named.op == "attention" and scheme not in named.schemes:

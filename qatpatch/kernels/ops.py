@@ -43,9 +43,7 @@ def packed_operand(
     kernel: str,
 ) -> torch.Tensor:
     """The operand (..., columns) of packed storage: uint8 codes, uint8 E4M3 bytes, float32 global scale ()."""
-    return (
-        kernel_named(kernel).load().packed_operand(packed, block_scale, global_scale, columns=columns, dtype=dtype)
-    )
+    return kernel_named(kernel).load().packed_operand(packed, block_scale, global_scale, columns=columns, dtype=dtype)
 
 
 @packed_operand.register_fake
@@ -81,7 +79,9 @@ def matmul(
     out_dtype: torch.dtype,
     kernel: str,
 ) -> torch.Tensor:
-    """``(x weight^T) * scales + bias`` of operands (..., K) and (N, K), FP32 accumulation, rounded once to out_dtype."""
+    """``(x weight^T) * scales + bias`` of operands (..., K) and (N, K), FP32 accumulation, rounded once to
+    out_dtype.
+    """
     with without_autocast(x.device):
         return kernel_named(kernel).load().matmul(x, x_scale, weight, weight_scale, bias, out_dtype=out_dtype)
 

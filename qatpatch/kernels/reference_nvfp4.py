@@ -13,10 +13,10 @@ import torch
 from qatpatch import nvfp4
 
 
-def operand(
-    x: torch.Tensor, *, global_scale: torch.Tensor | None, rule: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize ``x`` (..., K) to a GEMM operand: float32 ``code * block_scale`` of x's shape, and the global scale ()."""
+def operand(x: torch.Tensor, *, global_scale: torch.Tensor | None, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize ``x`` (..., K) to a GEMM operand: float32 ``code * block_scale`` of x's shape, and the global
+    scale ().
+    """
     scale = nvfp4.choose_global_scale(x, rule) if global_scale is None else global_scale.clone()
     return nvfp4.round_to_nvfp4(x, scale, dtype=torch.float32, apply_global_scale=False), scale
 
