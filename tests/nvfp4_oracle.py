@@ -118,18 +118,16 @@ def quantize(x: np.ndarray, *, global_scale: float | None = None, rule: str = "p
 def outside_module(name: str) -> ModuleType:
     """An outside package's module, from ``<venv>/oracles`` where that is, else from site-packages.
 
-    That directory is on ``sys.path`` only meanwhile, and what came from it leaves ``sys.modules`` again: diffusers,
+    That directory is on ``sys.path`` only meanwhile, and the package leaves ``sys.modules`` again: diffusers,
     peft and transformers act on what can be imported.
     """
-    directory = Path(sys.prefix) / "oracles"
-    if not directory.is_dir():
+    directory, package = Path(sys.prefix) / "oracles", name.partition(".")[0]
+    if not (directory / package).is_dir():
         return importlib.import_module(name)
-    known = set(sys.modules)
     sys.path.insert(0, str(directory))
     try:
         return importlib.import_module(name)
     finally:
         sys.path.remove(str(directory))
-        for new in set(sys.modules) - known:
-            if str(directory) in (getattr(sys.modules[new], "__file__", None) or ""):
-                del sys.modules[new]
+        for module in [m for m in sys.modules if m.partition(".")[0] == package]:
+            del sys.modules[module]
