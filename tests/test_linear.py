@@ -654,19 +654,21 @@ class TestOperators:
     def test_opcheck_of_packed_operand(self):
         packed = ops.quantize(normal(5, 60), None, "pow2", KERNEL)
         for dtype in DTYPES:
-            torch.library.opcheck(ops.packed_operand, (*packed, 60, dtype, KERNEL))
+            torch.library.opcheck(ops.packed_operand, (*packed, 60, dtype, "pow2", KERNEL))
 
     def test_opcheck_of_matmul(self):
         x, weight, scale = normal(2, 5, 60), normal(7, 60), torch.tensor(2.0)
         for bias, dtype in ((None, torch.float32), (normal(7), torch.bfloat16)):
-            torch.library.opcheck(ops.matmul, (x, scale, weight, scale, bias, dtype, KERNEL))
+            torch.library.opcheck(ops.matmul, (x, scale, weight, scale, bias, dtype, "pow2", KERNEL))
 
     @pytest.mark.parametrize("rule", RULES)
     def test_operand_equals_the_packed_operand(self, rule):
         x = normal(4, 60, dtype=torch.bfloat16)
         operand, scale = ops.operand(x, None, rule, KERNEL)
         packed = ops.quantize(x, None, rule, KERNEL)
-        assert torch.equal(ops.packed_operand(*packed, 60, x.dtype, KERNEL), operand) and torch.equal(packed[2], scale)
+        assert torch.equal(ops.packed_operand(*packed, 60, x.dtype, rule, KERNEL), operand) and torch.equal(
+            packed[2], scale
+        )
         assert torch.equal(operand.double() * scale.double(), oracle_values(x, rule=rule))
 
 
