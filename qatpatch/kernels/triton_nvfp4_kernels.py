@@ -154,7 +154,7 @@ def peaks_kernel(x, peaks, blocks, per_row, columns, row_stride, FLAT: tl.conste
     tl.store(peaks + tile, _float(tl.maximum(largest - 0x800000, 0)))
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["scale"])
 def global_scale_kernel(peaks, scale, tiles, RULE: tl.constexpr, CHUNK: tl.constexpr):
     """One program: the global scale (RAW: the amax) of a tensor from its tiles' peaks."""
     tl.store(scale, _global_scale(_largest(peaks, tiles, CHUNK), RULE))
@@ -169,7 +169,7 @@ def _largest(peaks, tiles, CHUNK: tl.constexpr):
     return tl.max(largest, 0)
 
 
-@triton.jit(do_not_specialize=["blocks", "per_row"])
+@triton.jit(do_not_specialize=["blocks", "per_row"], do_not_specialize_on_alignment=["scale"])
 def operand_kernel(
     x, out, scale, blocks, per_row, columns, row_stride, APPLY: tl.constexpr, FLAT: tl.constexpr, BLOCKS: tl.constexpr
 ):
@@ -254,7 +254,7 @@ def repair_kernel_pow2(
                 tl.store(targets, (values * global_scale).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["blocks", "per_row"])
+@triton.jit(do_not_specialize=["blocks", "per_row"], do_not_specialize_on_alignment=["scale", "scales"])
 def quantize_kernel(
     x, words, scales, scale, blocks, per_row, columns, row_stride, FLAT: tl.constexpr, BLOCKS: tl.constexpr
 ):
@@ -281,7 +281,7 @@ def quantize_kernel(
     tl.store(scales + start + index, byte.to(tl.uint8), mask=live)
 
 
-@triton.jit(do_not_specialize=["blocks", "per_row"])
+@triton.jit(do_not_specialize=["blocks", "per_row"], do_not_specialize_on_alignment=["scale", "scales"])
 def dequantize_kernel(
     words,
     scales,
@@ -324,7 +324,7 @@ def dequantize_kernel(
         tl.store(out + row * columns + ((step.to(tl.int64) * columns + column)[:, None] + lane), values, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["bias", "alpha_a", "alpha_b"])
 def matmul_kernel(
     a,
     b,

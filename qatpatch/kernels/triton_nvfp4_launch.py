@@ -125,7 +125,7 @@ def operand_pow2(x: Tensor, dtype: torch.dtype, tile: Tile = OPERAND_TILE) -> tu
         return out, scale.fill_(1.0)
     b = _blocks_of(x.detach())
     tiles = triton.cdiv(b.blocks, tile.blocks)
-    peaks, floors = torch.empty((2, tiles), dtype=torch.float32, device=x.device).unbind()
+    peaks, floors = (torch.empty(tiles, dtype=torch.float32, device=x.device) for _ in range(2))
     with torch.cuda.device_of(x):
         kernels.operand_kernel_pow2[(tiles,)](b.matrix, out, peaks, floors, *b.shape, FLAT=b.flat, **_options(tile))
         kernels.repair_kernel_pow2[(min(tiles, REPAIR_PROGRAMS),)](
@@ -171,8 +171,9 @@ def scaled_matmul(
     out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype, device=x.device)
     if not out.numel():
         return out
-    a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (x.reshape(-1, x.shape[-1]), weight))
-    (rows, depth), columns = a.shape, b.shape[0]
+    columns, depth = weight.shape
+    rows = out.numel() // columns
+    a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (x.detach().reshape(rows, depth), weight.detach()))
     tile = tile or _matmul_tile(rows, x.device)
     with torch.cuda.device_of(x):
         kernels.matmul_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n),)](
