@@ -10,10 +10,12 @@ process: this file, run as a script.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from fractions import Fraction
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -21,32 +23,34 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-CAPABILITIES = (80, 89, 90, 100, 103, 120, 121)
+# Capability -> bytes of shared memory that a program may take.
+CAPABILITIES = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
 
-# name -> kernel, dtype of x and out, compile-time arguments, warps. The integers in ALIGNED are multiples of 16.
+# The integers in ALIGNED are compiled as multiples of 16.
+ALIGNED = ("columns", "row_stride", "N", "K", "a_stride", "b_stride")
 POINTERS = {
     "peaks": "*fp32", "floors": "*fp32", "scale": "*fp32", "words": "*i32", "scales": "*u8",
     "bias": "*bf16", "alpha_a": "*fp32", "alpha_b": "*fp32",
 }  # fmt: skip
-ALIGNED = ("columns", "row_stride", "N", "K", "a_stride", "b_stride")
 FLAT, ROWS = {"FLAT": True}, {"FLAT": False}
 MATMUL = {"HAS_BIAS": True, "GROUP_M": 8}
+# name -> kernel, dtype of x and out, its tile in the launch module, compile-time arguments.
 CASES = {
-    "peaks": ("peaks_kernel", "bf16", {"BLOCKS": 512, **FLAT}, 8),
-    "peaks-rows": ("peaks_kernel", "fp32", {"BLOCKS": 512, **ROWS}, 8),
-    "global_scale": ("global_scale_kernel", "fp32", {"RULE": 1, "CHUNK": 4096}, 8),
-    "global_scale-amax": ("global_scale_kernel", "fp32", {"RULE": 2, "CHUNK": 4096}, 8),
-    "operand": ("operand_kernel", "bf16", {"BLOCKS": 256, "APPLY": True, **FLAT}, 8),
-    "operand-rows": ("operand_kernel", "fp16", {"BLOCKS": 256, "APPLY": False, **ROWS}, 8),
-    "operand_pow2": ("operand_kernel_pow2", "bf16", {"BLOCKS": 256, **FLAT}, 8),
-    "operand_pow2-rows": ("operand_kernel_pow2", "fp32", {"BLOCKS": 256, **ROWS}, 8),
-    "repair_pow2": ("repair_kernel_pow2", "bf16", {"BLOCKS": 256, "CHUNK": 4096, "LANES": 64, **FLAT}, 8),
-    "quantize": ("quantize_kernel", "bf16", {"BLOCKS": 256, **FLAT}, 8),
-    "quantize-rows": ("quantize_kernel", "fp32", {"BLOCKS": 256, **ROWS}, 8),
-    "dequantize": ("dequantize_kernel", "bf16", {"BLOCKS": 512, "APPLY": True, **FLAT}, 8),
-    "dequantize-rows": ("dequantize_kernel", "fp16", {"BLOCKS": 512, "APPLY": False, **ROWS}, 8),
-    "matmul": ("matmul_kernel", "bf16", {"EVEN_K": True, **MATMUL}, None),
-    "matmul-small": ("matmul_kernel", "fp16", {"EVEN_K": False, **MATMUL}, None),
+    "peaks": ("peaks_kernel", "bf16", "PEAKS_TILE", FLAT),
+    "peaks, rows": ("peaks_kernel", "fp32", "PEAKS_TILE", ROWS),
+    "global scale, pow2": ("global_scale_kernel", "fp32", None, {"RULE": 1, "CHUNK": 4096}),
+    "global scale, amax": ("global_scale_kernel", "fp32", None, {"RULE": 2, "CHUNK": 4096}),
+    "operand": ("operand_kernel", "bf16", "OPERAND_TILE", {"APPLY": True, **FLAT}),
+    "operand, rows": ("operand_kernel", "fp16", "OPERAND_TILE", {"APPLY": False, **ROWS}),
+    "pow2 operand": ("operand_kernel_pow2", "bf16", "OPERAND_TILE", FLAT),
+    "pow2 operand, rows": ("operand_kernel_pow2", "fp32", "OPERAND_TILE", ROWS),
+    "repair": ("repair_kernel_pow2", "bf16", "OPERAND_TILE", {"CHUNK": 4096, "LANES": 64, **FLAT}),
+    "quantize": ("quantize_kernel", "bf16", "QUANTIZE_TILE", FLAT),
+    "quantize, rows": ("quantize_kernel", "fp32", "QUANTIZE_TILE", ROWS),
+    "dequantize": ("dequantize_kernel", "bf16", "DEQUANTIZE_TILE", {"APPLY": True, **FLAT}),
+    "dequantize, rows": ("dequantize_kernel", "fp16", "DEQUANTIZE_TILE", {"APPLY": False, **ROWS}),
+    "matmul": ("matmul_kernel", "bf16", None, {"EVEN_K": True, **MATMUL}),
+    "matmul, few rows": ("matmul_kernel", "fp16", None, {"EVEN_K": False, **MATMUL}),
 }
 
 
@@ -58,11 +62,15 @@ def _compile(name: str, capability: int) -> str:
 
     from qatpatch.kernels import triton_nvfp4_kernels, triton_nvfp4_launch
 
-    kernel_name, dtype, constants, warps = CASES[name]
-    options = {"num_warps": warps, "enable_fp_fusion": False}
+    kernel_name, dtype, tile_name, constants = CASES[name]
+    options = {"num_warps": 8, "enable_fp_fusion": False}
+    if tile_name:
+        tile = getattr(triton_nvfp4_launch, tile_name)
+        constants = {**constants, "BLOCKS": tile.blocks}
+        options["num_warps"] = tile.warps
     if kernel_name == "matmul_kernel":
         row = next(r for r in triton_nvfp4_launch.MATMUL_TILES if divmod(capability, 10) >= r[0])
-        tile = row[2] if name.endswith("small") else row[1]
+        tile = row[2] if "few" in name else row[1]
         constants = {**constants, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
         options |= {"num_warps": tile.warps, "num_stages": tile.stages}
     kernel = getattr(triton_nvfp4_kernels, kernel_name)
@@ -80,6 +88,8 @@ def _compile(name: str, capability: int) -> str:
     problems = []
     if ".ftz" in built.asm["ptx"]:
         problems.append("flushes subnormal numbers")
+    if built.metadata.shared > CAPABILITIES[capability]:
+        problems.append(f"takes {built.metadata.shared} bytes of shared memory")
     if stack := _stack_bytes(built.asm["cubin"]):
         problems.append(f"spills {stack} bytes a thread")
     return ", ".join(problems)
@@ -108,6 +118,23 @@ def builds() -> dict[tuple[str, int], str]:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_every_kernel_builds_without_a_gpu(builds, capability):
     assert {name: builds[name, capability] for name in CASES if builds[name, capability]} == {}
+
+
+def test_newton_step_gives_the_rounded_reciprocal_of_every_block_scale():
+    """The one approximate instruction: from any start within 4 ulp, in exact rational arithmetic with FMA roundings."""
+
+    def rounded(value: Fraction) -> Fraction:  # to 24 significant bits, nearest even
+        exponent = math.frexp(float(value))[1]
+        unit = Fraction(2) ** (exponent - 24)
+        return round(value / unit) * unit
+
+    for eighths in range(8, 16):
+        scale = Fraction(eighths, 8)
+        wanted = rounded(1 / scale)
+        for ulps in range(-4, 5):
+            start = wanted + ulps * Fraction(2) ** (math.frexp(float(wanted))[1] - 24)
+            residual = 1 - scale * start
+            assert rounded(start * (rounded(residual) if residual else 0) + start) == wanted
 
 
 def test_arithmetic_is_exact_in_the_interpreter():
@@ -144,8 +171,12 @@ def interpreted_checks() -> None:
     middle = torch.tensor([0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, 6])
     middle = (scales[:, None] * middle).view(torch.int32)
     ties = torch.stack([middle, middle + 1, middle - 1]).view(torch.float32).reshape(-1, 16)
+    # Block amaxes whose sixth lies halfway between two E4M3 numbers, or one ulp off.
+    halfway = 6 * torch.arange(17, 32, 2) / 16 * torch.tensor([[2.0**-12], [2.0**-8], [1.0], [2.0**8]])
+    halfway = torch.stack([halfway.view(torch.int32) + d for d in (-1, 0, 1)]).view(torch.float32).reshape(-1, 1)
     inputs = {
         "normal": normal,
+        "halfway": torch.cat([halfway, torch.rand(len(halfway), 15) * halfway], 1),
         "wide": wide,
         "odd": odd,
         "ties": torch.where(ties.isfinite(), ties, 0.0),
@@ -154,9 +185,10 @@ def interpreted_checks() -> None:
         "strided": torch.randn(5, 128)[:, 24:88],
         "transposed": torch.randn(40, 5).t(),
         "tiny": torch.randn(4, 32) * 1e-36,
+        "tinier": torch.randn(4, 32) * 5e-39,
         "subnormal": torch.randn(4, 32) * 1e-44,
         "huge": torch.randn(4, 32) * 3e37,
-        "zero": torch.zeros(3, 32),
+        "zero": torch.zeros(3, 32).copysign(torch.randn(3, 1)),
         "nan": torch.full((3, 32), float("nan")),
     }
     for name, x in inputs.items():
@@ -168,7 +200,7 @@ def interpreted_checks() -> None:
         _same(launch.global_scale(x, POW2.value, tile), pow2, name, "pow2 rule")
         amax_scale = nvfp4.choose_global_scale(x, "amax")
         _same(launch.global_scale(x, AMAX.value, tile), amax_scale, name, "amax rule")
-        for scale, apply in ((amax_scale, True), (torch.tensor(0.0137), False)):
+        for scale, apply in ((pow2, False), (amax_scale, True), (torch.tensor(0.0137), False)):
             wanted = nvfp4.quantize(x, global_scale=scale)
             packed, block_scale = launch.quantize(x, scale, tile)
             _same(packed, wanted.packed, name, "codes")
@@ -179,7 +211,7 @@ def interpreted_checks() -> None:
             _same(back, dense, name, "dequantized")
     for rows, columns, depth in ((5, 24, 40), (33, 17, 64), (1, 16, 0)):
         a, b, bias = torch.randn(rows, depth).half(), torch.randn(columns, depth).half(), torch.randn(columns)
-        alpha, beta = torch.tensor(3e-30), torch.tensor(0.7e30)
+        alpha, beta = torch.tensor(3e38), torch.tensor(1e-38)  # total * alpha alone would overflow
         small = launch.MatmulTile(16, 16, 32, 1, 1)
         out = launch.scaled_matmul(a, b, alpha, beta, bias, torch.float32, small)
         wanted = a.double() @ b.double().T * alpha.double() * beta.double() + bias.double()

@@ -7,8 +7,8 @@ and masks the last one. A block never leaves its row.
 **Bits.** Every result equals `qatpatch.nvfp4` bit for bit, on all architectures, because nothing here depends on a
 hardware conversion: E4M3 is rounded by integer arithmetic (sm_80 has no such type, some compilers round twice), E2M1 by
 adding and subtracting ``1.5 * 2^22 * e`` with ``e`` the power of two at or below the value, division is ``tl.div_rn``
-(IEEE; ``/`` is not). Kernels are launched with ``enable_fp_fusion=False``. `tl.fma` appears only where its product is
-exact, or its addend is a zero, so that one rounding and two give the same bits.
+(IEEE; ``/`` is not). Kernels are launched with ``enable_fp_fusion=False``; `tl.fma` appears where its product is exact
+or its addend a zero, so that one rounding and two give the same bits, and in one Newton step explained there.
 
 **One pass instead of two.** The ``pow2`` global scale needs the amax of the whole tensor before the first element can
 be quantized, a read of everything. But for a power-of-two scale the dequantized values do not depend on its exponent,
@@ -16,8 +16,7 @@ as long as no block scale is subnormal in E4M3 (below 2^-6): rounding to four si
 two, and amax / 2688 <= global_scale excludes saturation. So `operand_kernel_pow2` quantizes with block scales of
 unbounded exponent, and notes for each tile the largest finite magnitude and the smallest nonzero block amax;
 `repair_kernel_pow2` finds the global scale from the former and does again, by the general formula, the tiles that the
-latter shows to hold a subnormal block scale: in ordinary tensors none. It reads 2 bytes an element (bf16)
-and writes 2, instead of reading 4 and writing 2.
+latter shows to hold a subnormal block scale: in ordinary tensors none. Of a bf16 element that moves 4 bytes, not 6.
 
 Deliberately not here: hardware FP4 and FP8 conversions, foreign scale layouts, gradients.
 """
@@ -198,6 +197,8 @@ def operand_kernel_pow2(
     block_scale = tl.where(amax == 0.0, 1.0, block_scale)
     # As in _scale_to_codes: a zero block becomes +0 throughout. Nothing here reaches 7: the scale is within 1/17.
     addend = _float(tl.where(amax == 0.0, 0, _SIGN_BIT))
+    # The approximate reciprocal (within 2 ulp) and one Newton step: the correctly rounded one for each of the eight
+    # significands that a block scale can have, in half the instructions of an IEEE division.
     inverse = 1.0 / block_scale
     inverse = tl.fma(inverse, tl.fma(-block_scale, inverse, 1.0), inverse)
     scaled = tl.fma(values, inverse[:, None], addend[:, None])

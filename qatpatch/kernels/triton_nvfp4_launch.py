@@ -34,8 +34,8 @@ class MatmulTile(NamedTuple):
 
 
 PEAKS_TILE = Tile(512, 8)
-OPERAND_TILE = Tile(256, 8)
-QUANTIZE_TILE = Tile(256, 8)
+OPERAND_TILE = Tile(512, 8)
+QUANTIZE_TILE = Tile(512, 8)
 DEQUANTIZE_TILE = Tile(512, 8)
 # The first row whose capability is at most the device's; its last tile is for at most SMALL_M rows.
 SMALL_M = 64
@@ -92,7 +92,9 @@ def global_scale(x: Tensor, rule: int, tile: Tile = PEAKS_TILE) -> Tensor:
     peaks = torch.empty(tiles, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         kernels.peaks_kernel[(tiles,)](b.matrix, peaks, *b.shape, FLAT=b.flat, **_options(tile))
-        kernels.global_scale_kernel[(1,)](peaks, scale, tiles, RULE=rule, CHUNK=PEAKS_CHUNK, num_warps=8)
+        kernels.global_scale_kernel[(1,)](
+            peaks, scale, tiles, RULE=rule, CHUNK=PEAKS_CHUNK, num_warps=8, enable_fp_fusion=False
+        )
     return scale
 
 

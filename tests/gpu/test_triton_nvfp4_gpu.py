@@ -93,7 +93,17 @@ def _ties() -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("kind", ["normal", "weights", "heavy", "spread", "adversarial", "ties", "tiny", "zero", "nan"])
+def _halfway() -> torch.Tensor:
+    """Block amaxes whose sixth lies halfway between two E4M3 numbers, or an ulp off."""
+    amax = 6 * torch.arange(17, 32, 2) / 16 * torch.exp2(torch.arange(-12, 9)).unsqueeze(1)
+    amax = torch.stack([amax.view(torch.int32) + d for d in (-1, 0, 1)]).view(torch.float32).reshape(-1, 1)
+    return torch.cat([amax, torch.rand(len(amax), 15) * amax], 1)
+
+
+KINDS = ["normal", "weights", "heavy", "spread", "adversarial", "ties", "halfway", "tiny", "zero", "nan"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_equals_the_reference(kind, dtype):
     x = {
@@ -103,7 +113,8 @@ def test_equals_the_reference(kind, dtype):
         "spread": lambda: _spread(128, 1024),
         "adversarial": _adversarial,
         "ties": _ties,
-        "tiny": lambda: torch.randn(64, 64) * 1e-36,
+        "halfway": _halfway,
+        "tiny": lambda: torch.randn(64, 64) * torch.logspace(-36, -44, 64)[:, None],
         "zero": lambda: torch.zeros(64, 64),
         "nan": lambda: torch.full((64, 64), float("nan")),
     }[kind]()
