@@ -38,6 +38,7 @@ MATMUL = {"HAS_BIAS": True, "GROUP_M": 8}
 CASES = {
     "peaks": ("peaks_kernel", "bf16", "PEAKS_TILE", FLAT),
     "peaks, rows": ("peaks_kernel", "fp32", "PEAKS_TILE", ROWS),
+    "amax": ("global_scale_kernel", "fp32", None, {"RULE": 0, "CHUNK": 4096}),
     "global scale, pow2": ("global_scale_kernel", "fp32", None, {"RULE": 1, "CHUNK": 4096}),
     "global scale, amax": ("global_scale_kernel", "fp32", None, {"RULE": 2, "CHUNK": 4096}),
     "operand": ("operand_kernel", "bf16", "OPERAND_TILE", {"APPLY": True, **FLAT}),
@@ -137,11 +138,26 @@ def test_newton_step_gives_the_rounded_reciprocal_of_every_block_scale():
             assert rounded(start * (rounded(residual) if residual else 0) + start) == wanted
 
 
-def test_arithmetic_is_exact_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
+def _child(task: str, **environment: str) -> str:
+    search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, __file__, task],
+        env={**os.environ, "PYTHONPATH": search_path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "all exact" in done.stdout
+    return done.stdout
+
+
+def test_arithmetic_is_exact_in_the_interpreter():
+    assert "all exact" in _child("interpret", TRITON_INTERPRET="1")
+
+
+def test_launches_specialise_and_compile():
+    """What ahead-of-time compilation does not see: the launcher's own view of each argument, call after call."""
+    assert "all compiled" in _child("launch")
 
 
 def test_import_needs_triton_and_says_so(monkeypatch):
@@ -232,5 +248,40 @@ def _same(found: torch.Tensor, wanted: torch.Tensor, *what: str) -> None:
         raise SystemExit(f"{what}: {int((found != wanted).sum())} of {found.numel()} differ")
 
 
+def launch_checks() -> None:
+    """Run in the child process: every launch up to the compiled kernel, under a driver that claims an sm_90 device."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from qatpatch.kernels import triton_nvfp4_launch as launch
+
+    class Device:
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device=None):
+            return 0
+
+    run = JITFunction.run
+    JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
+    driver.set_active(Device())
+    one, (_, large, small) = torch.ones(()), launch.MATMUL_TILES[1]
+    for x in (torch.randn(300, 512).bfloat16(), torch.randn(7, 100).bfloat16(), torch.randn(7, 24).bfloat16()):
+        for rule in (0, 1, 2):
+            launch.global_scale(x, rule)
+        packed, block_scale = launch.quantize(x, one)
+        launch.operand(x, one, x.dtype, True)
+        launch.operand_pow2(x, x.dtype)
+        launch.dequantize(packed, block_scale, one, x.shape[-1], x.dtype, True)
+        weight = torch.randn(48, x.shape[-1]).bfloat16()
+        launch.scaled_matmul(x, weight, one, one, None, x.dtype, large)
+        launch.scaled_matmul(x, weight, one, one, one.expand(48), torch.float32, small)
+    print("all compiled")
+
+
 if __name__ == "__main__":
-    interpreted_checks()
+    {"interpret": interpreted_checks, "launch": launch_checks}[sys.argv[1]]()

@@ -27,8 +27,7 @@ import triton
 import triton.language as tl
 
 _ONE_SIXTH = tl.constexpr(0.16666667163372040)
-_INF = tl.constexpr(float("inf"))
-_NAN = tl.constexpr(float("nan"))
+_INF = tl.constexpr(float("inf"))  # NaN cannot be such a constant: Triton compares them with their old values
 _FLT_MAX = tl.constexpr(3.4028234663852886e38)
 _MIN_NORMAL = tl.constexpr(2.0**-126)
 _EXPONENT_BITS = tl.constexpr(0x7F800000)
@@ -88,14 +87,14 @@ def _place(x, out, tile, blocks, per_row, columns, row_stride, FLAT: tl.constexp
 def _global_scale(amax, RULE: tl.constexpr):
     """`nvfp4.global_scale_of_amax`; for RAW, amax itself."""
     if RULE == RAW:
-        return amax
+        scale = amax
     elif RULE == AMAX:
-        scale = tl.maximum(tl.div_rn(amax, 2688.0), _MIN_NORMAL)
+        scale = tl.where(amax == 0.0, 1.0, tl.maximum(tl.div_rn(amax, 2688.0), _MIN_NORMAL))
     else:
         # A mantissa above that of 2688 = 1.3125 * 2^11 carries into the exponent; the scale's exponent is 11 lower.
         exponent = ((_bits(amax) + (0x7FFFFF - 0x280000)) >> 23) - 11
-        scale = _float(tl.minimum(tl.maximum(exponent, 1), 254) << 23)
-    return tl.where(amax == 0.0, 1.0, scale)
+        scale = tl.where(amax == 0.0, 1.0, _float(tl.minimum(tl.maximum(exponent, 1), 254) << 23))
+    return scale
 
 
 @triton.jit
@@ -108,7 +107,7 @@ def _round_e2m1(x):
 @triton.jit
 def _block_scale(amax, encode):
     """Of block amaxes: the block scale's value (NaN for a non-finite block) and its E4M3 byte."""
-    wanted = tl.where(amax < _INF, amax, _NAN) * (encode * _ONE_SIXTH)
+    wanted = tl.where(amax < _INF, amax, float("nan")) * (encode * _ONE_SIXTH)
     wanted = tl.where(wanted > 448.0, 448.0, wanted)
     bits = _bits(wanted)
     rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
@@ -118,7 +117,7 @@ def _block_scale(amax, encode):
     known = wanted >= 0.0
     value = tl.where(normal, _float(rounded << 20), shifted - 16384.0)
     byte = tl.where(normal, rounded - 960, _bits(shifted) - 0x46800000)
-    return tl.where(known, value, _NAN), tl.where(known, byte, 0x7F)
+    return tl.where(known, value, float("nan")), tl.where(known, byte, 0x7F)
 
 
 @triton.jit
@@ -193,7 +192,7 @@ def operand_kernel_pow2(
     amax = tl.reduce(tl.abs(values), 1, _nan_maximum)
     bits = _bits(amax * _ONE_SIXTH)
     block_scale = _float((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0x7FF00000)
-    block_scale = tl.where(amax < _INF, block_scale, _NAN)
+    block_scale = tl.where(amax < _INF, block_scale, float("nan"))
     block_scale = tl.where(amax == 0.0, 1.0, block_scale)
     # As in _scale_to_codes: a zero block becomes +0 throughout. Nothing here reaches 7: the scale is within 1/17.
     addend = _float(tl.where(amax == 0.0, 0, _SIGN_BIT))
@@ -306,7 +305,7 @@ def dequantize_kernel(
     byte = tl.load(scales + start + index // 2, mask=live, other=0).to(tl.int32)
     field = byte & 0x7F
     block_scale = tl.where(field < 8, field.to(tl.float32) * 0.001953125, _float((field + 960) << 20))
-    block_scale = tl.where(field == 0x7F, _NAN, block_scale)
+    block_scale = tl.where(field == 0x7F, float("nan"), block_scale)
     block_scale = _float(_bits(block_scale) | ((byte & 0x80) << 24))
     # A code's sign, exponent and mantissa at an FP32 number's are its value times 2^-126, 0.5 (subnormal) included.
     bits = ((word[:, None] << (28 - 4 * lane)) >> 6) & -0x7E400000

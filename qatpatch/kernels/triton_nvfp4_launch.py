@@ -176,6 +176,7 @@ def scaled_matmul(
     columns, depth = weight.shape
     rows = out.numel() // columns
     a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (x.detach().reshape(rows, depth), weight.detach()))
+    bias = None if bias is None else bias.detach().contiguous()
     tile = tile or _matmul_tile(rows, x.device)
     with torch.cuda.device_of(x):
         kernels.matmul_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n),)](

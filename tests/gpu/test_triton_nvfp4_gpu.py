@@ -292,8 +292,8 @@ def test_scaled_matmul_takes_any_rows_and_extreme_scales():
     alpha, beta = torch.tensor(1e-36, device=DEVICE), torch.tensor(1e36, device=DEVICE)
     exact = a.double() @ weight.double().T
     for first, second in ((alpha, beta), (beta, alpha)):
-        out = kernels.scaled_matmul(a, weight, first, second, None, FP32)
-        torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-3)
+        out = kernels.scaled_matmul(a, weight, first, second, torch.ones((), device=DEVICE).expand(48), FP32)
+        torch.testing.assert_close(out.double(), exact + 1, rtol=1e-4, atol=1e-3)
     strided = kernels.scaled_matmul(a[:, 3:40, :], weight, alpha, beta, None, FP32)
     torch.testing.assert_close(strided.double(), exact[:, 3:40], rtol=1e-4, atol=1e-3)
 
