@@ -134,7 +134,7 @@ def _scale_to_codes(x, block_scale, encode):
 @triton.jit
 def _round_tile(x, scale):
     """NVFP4 there and back of a tile (BLOCKS, 16) float32, without the global scale ``scale``."""
-    encode = tl.div_rn(1.0, scale)
+    encode = tl.minimum(tl.div_rn(1.0, scale), _FLT_MAX)
     block_scale, _ = _block_scale(tl.reduce(tl.abs(x), 1, _nan_maximum), encode)
     scaled = _scale_to_codes(x, block_scale, encode)
     values = _round_e2m1(tl.minimum(tl.abs(scaled), 6.0)) * block_scale[:, None]
@@ -262,7 +262,7 @@ def quantize_kernel(
     tile = tl.program_id(0)
     pointers, _, mask = _place(x, x, tile, blocks, per_row, columns, row_stride, FLAT, BLOCKS)
     values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    encode = tl.div_rn(1.0, tl.load(scale))
+    encode = tl.minimum(tl.div_rn(1.0, tl.load(scale)), _FLT_MAX)
     block_scale, byte = _block_scale(tl.reduce(tl.abs(values), 1, _nan_maximum), encode)
     scaled = _scale_to_codes(values, block_scale, encode)
     scaled = tl.where((block_scale > 0.0)[:, None], scaled, 0.0)
