@@ -1,0 +1,394 @@
+"""`save` and `load` of deployed models: one safetensors file that says all about itself, and a config.json beside it.
+
+=========================  =====================================================================================
+header metadata            ``qatpatch``: JSON with the format version, the model's class and config, every packed layer
+                           (logical shape, settings, dtypes) and every attention (scheme)
+tensors                    the state dict: ``X.weight_packed``, ``X.weight_scale``, ``X.weight_global_scale`` (uint8),
+                           ``X.bias``, retained ``X.dense_weight``, and everything that was not patched
+config.json                the same description for people and other tools; `load` reads the header
+=========================  =====================================================================================
+
+The file is written beside its place and renamed, so a killed save leaves the old one whole. Loading is strict: names,
+shapes, dtypes and version must fit, and every packed layer must be whole; no model comes back partly unquantized.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn
+
+from qatpatch import dispatch, nvfp4
+from qatpatch.errors import CheckpointError, PlanError
+from qatpatch.linear import COMPUTE_DTYPES, LinearSettings, LinearState, NVFP4Linear
+from qatpatch.patch import Record, is_purged, layer_state, patch_record, replace_module
+from qatpatch.plan import RECORD
+from qatpatch.swap import bind_infer
+from qatpatch.switch import AttentionChoice, Switch
+from qatpatch.units import is_graph, unwrap
+
+logger = logging.getLogger("qatpatch")
+
+HEADER_KEY = "qatpatch"
+VERSION = "1"
+WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
+CONFIG_NAME = "config.json"
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in COMPUTE_DTYPES}
+
+
+def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write a deployed model to the directory ``path``: ``diffusion_pytorch_model.safetensors`` and ``config.json``.
+
+    Retained dense weights are written too. Existing files are replaced atomically.
+
+    Raises:
+        CheckpointError: the model is not deployed (the message names `deploy` and `export`), or cannot be written.
+    """
+    try:
+        model = unwrap(model)
+        record = patch_record(model)
+    except PlanError as error:
+        raise CheckpointError(
+            f"save writes deployed models: {error} Then call qatpatch.deploy(model); for a model that is still "
+            f"training, "
+            "qatpatch.export writes formats of other tools"
+        ) from error
+    if not record.deployed:
+        raise CheckpointError(
+            f"this {type(model).__name__} is patched but not deployed, so it has no packed weights to save; call "
+            "qatpatch.deploy(model) first, or qatpatch.export to write one that is still training"
+        )
+    if is_graph(model):
+        raise CheckpointError("graph modules have no config to rebuild them from; save the eager model instead")
+    description = _describe(model, record)
+    tensors = {name: _writable(name, tensor) for name, tensor in model.state_dict().items()}
+    directory = Path(path)
+    # One key: safetensors writes several in no fixed order, and equal models should be equal files.
+    metadata = {HEADER_KEY: json.dumps({"version": VERSION, **description})}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _replace(directory / WEIGHTS_NAME, lambda temporary: _write_tensors(tensors, temporary, metadata))
+        _replace(directory / CONFIG_NAME, lambda temporary: temporary.write_text(_config_json(description)))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"cannot write to {directory}: {error}") from error
+    logger.info("save: %d packed linears, %d tensors to %s", len(description["linears"]), len(tensors), directory)
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    model: nn.Module | None = None,
+) -> nn.Module:
+    """Read what `save` wrote.
+
+    Args:
+        path: the directory (or the safetensors file in it).
+        device: where the model goes.
+        dtype: float32, bfloat16 or float16 for everything that is not packed; default: as saved. Packed weights
+            and scales
+            never change.
+        model: an unpatched instance of the saved architecture to load into, on any device or meta; needed only for
+            models that are not diffusers', which cannot be rebuilt from their config.
+
+    Returns:
+        The deployed model, in eval mode.
+
+    Raises:
+        CheckpointError: the file is missing, truncated, foreign, of another version, or does not fit the model.
+        KernelUnavailable: no kernel here computes the scheme that the attention was trained for.
+    """
+    if dtype is not None and dtype not in COMPUTE_DTYPES:
+        raise CheckpointError(f"dtype={dtype} is not one of float32, bfloat16, float16")
+    file = Path(path)
+    file = file / WEIGHTS_NAME if file.is_dir() or file.suffix != ".safetensors" else file
+    description, tensors = _read(file, device)
+    skeleton = _skeleton(description) if model is None else _given_skeleton(model, description)
+    record = _prepare(skeleton, description, torch.device(device))
+    if dtype is not None:
+        tensors = {k: t.to(dtype) if t.is_floating_point() else t for k, t in tensors.items()}
+    _fill(skeleton, tensors, file)
+    _move_rest(skeleton, torch.device(device), description.get("computed_buffers", {}), dtype)
+    vars(skeleton)[RECORD] = record
+    logger.info("load: %d packed linears from %s", len(record.linears), file)
+    return skeleton.eval()
+
+
+def _describe(model: nn.Module, record: Record) -> dict[str, Any]:
+    linears = {}
+    for name, paths in record.linears.items():
+        module = model.get_submodule(paths[0])
+        if not isinstance(module, NVFP4Linear):
+            raise CheckpointError(f"{name} is a {type(module).__name__}, not a packed layer; deploy again")
+        trained = module.quantization.trained_dtype
+        linears[name] = {
+            "paths": list(paths),
+            "shape": [module.out_features, module.in_features],
+            "bias": module.bias is not None,
+            "retained": not is_purged(module),
+            "dtype": _dtype_name(module.compute_dtype),
+            "trained_dtype": None if trained is None else _dtype_name(trained),
+            "settings": asdict(module.quantization.settings),
+        }
+    attentions = {}
+    for name, paths in record.attentions.items():
+        state = layer_state("attention", model.get_submodule(paths[0]))
+        deployed = state.deployed.scheme
+        attentions[name] = {"paths": list(paths), "scheme": state.scheme, "deployed_scheme": deployed}
+    config = {key: value for key, value in dict(getattr(model, "config", {})).items() if not key.startswith("_")}
+    return {
+        "class": type(model).__name__,
+        "config": json.loads(json.dumps(config, default=list)),
+        "profile": record.profile,
+        "scheme": record.scheme,
+        "staged": record.staged,
+        "skipped": record.skipped,
+        "total_parameters": record.total_parameters,
+        "weights": record.weights,
+        "linears": linears,
+        "attentions": attentions,
+        "computed_buffers": _computed_buffers(model),
+    }
+
+
+def _computed_buffers(model: nn.Module) -> dict[str, str]:
+    """Floating buffers that are in no state dict (rotary tables): the class computes them, the dtype is the model's."""
+    saved = set(model.state_dict())
+    return {
+        name: str(buffer.dtype).removeprefix("torch.")
+        for name, buffer in model.named_buffers()
+        if name not in saved and buffer.is_floating_point()
+    }
+
+
+def _config_json(description: dict[str, Any]) -> str:
+    """diffusers' config keys, with ours beside them."""
+    rest = {key: value for key, value in description.items() if key not in ("class", "config")}
+    config = {"_class_name": description["class"], **description["config"]}
+    return json.dumps({**config, "qatpatch": {"version": VERSION, **rest}}, indent=2) + "\n"
+
+
+def _writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        raise CheckpointError(f"{name} is on the meta device and holds no numbers to save")
+    if type(tensor).__name__ == "DTensor":
+        raise CheckpointError(f"{name} is sharded; gather the full state first")
+    return tensor.detach().cpu().contiguous()
+
+
+def _write_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+    seen: dict[int, str] = {}
+    unshared = {}
+    for name, tensor in tensors.items():
+        # safetensors refuses tensors that share memory; tied weights are written once a name.
+        shared = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in seen
+        unshared[name] = tensor.clone() if shared else tensor
+        seen[tensor.untyped_storage().data_ptr()] = name
+    safetensors.torch.save_file(unshared, file, metadata=metadata)
+
+
+def _replace(file: Path, write: Any) -> None:
+    """Write beside ``file`` and rename over it; the temporary name is never taken for a model."""
+    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", suffix=".partial", dir=file.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        with open(temporary, "rb+") as written:
+            os.fsync(written.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read(file: Path, device: torch.device | str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    if not file.is_file():
+        raise CheckpointError(f"there is no {file}; qatpatch.load reads the directory that qatpatch.save wrote")
+    try:
+        with safetensors.safe_open(file, framework="pt", device=str(device)) as opened:
+            metadata = opened.metadata() or {}
+            description = _parse(metadata, file)
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is truncated or no safetensors file: {error}") from error
+    return description, tensors
+
+
+def _parse(metadata: dict[str, str], file: Path) -> dict[str, Any]:
+    if HEADER_KEY not in metadata:
+        found = f"its header says {', '.join(sorted(metadata))}" if metadata else "its header says nothing"
+        raise CheckpointError(
+            f"{file} was not written by qatpatch.save ({found}); packed NVFP4 of other tools differs in nibble "
+            f"order and "
+            "scale layout and cannot be told by shape, so it is not guessed at"
+        )
+    try:
+        description = json.loads(metadata[HEADER_KEY])
+    except ValueError as error:
+        raise CheckpointError(f"the description in {file} is damaged: {error}") from error
+    version = description.get("version") if isinstance(description, dict) else None
+    if version != VERSION:
+        raise CheckpointError(
+            f"{file} has format version {version!r}, and this qatpatch reads {VERSION!r}; use the version that wrote it"
+        )
+    wanted = {"class": str, "config": dict, "linears": dict, "attentions": dict, "profile": str, "scheme": str}
+    for key, kind in wanted.items():
+        if not isinstance(description.get(key), kind):
+            raise CheckpointError(f"the description in {file} lacks {key!r}")
+    return description
+
+
+def _skeleton(description: dict[str, Any]) -> nn.Module:
+    """The saved class with its config; parameters on meta, computed buffers real."""
+    import diffusers
+
+    name = description["class"]
+    cls = getattr(diffusers, name, None) if name.isidentifier() and not name.startswith("_") else None
+    if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)):
+        raise CheckpointError(
+            f"the checkpoint holds a {name}, which is no model of the installed diffusers; pass model=, an "
+            f"unpatched instance of it"
+        )
+    try:
+        with _ParametersOnMeta():
+            return cls.from_config(description["config"])
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"the config in the checkpoint does not build a {name}: {error}") from error
+
+
+def _given_skeleton(model: nn.Module, description: dict[str, Any]) -> nn.Module:
+    model = unwrap(model)
+    if type(model).__name__ != description["class"]:
+        raise CheckpointError(f"the checkpoint holds a {description['class']}, model= is a {type(model).__name__}")
+    if RECORD in vars(model):
+        raise CheckpointError("model= must be an unpatched instance; this one is patched")
+    return model
+
+
+class _ParametersOnMeta(torch.overrides.TorchFunctionMode):
+    """Layers allocate their parameters with ``torch.empty``: on meta here. Buffers that are computed stay real."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _prepare(model: nn.Module, description: dict[str, Any], device: torch.device) -> Record:
+    """Put packed layers (on meta) and patched attentions in place."""
+    switch = Switch()
+    for name, layer in description["linears"].items():
+        for path in layer["paths"]:
+            _expect_linear(model, name, path, layer)
+        replace_module(model, layer["paths"], _packed_on_meta(name, layer, switch))
+    for name, attention in description["attentions"].items():
+        module = _submodule(model, name, attention["paths"][0])
+        reason = dispatch.unsupported_reason(module)
+        if reason is not None:
+            raise CheckpointError(f"{name} cannot take its QAT attention: {reason}")
+        dispatch.attach(module, attention["scheme"], switch)
+        choice, _ = bind_infer(attention["deployed_scheme"], device, None)
+        state = dispatch.attention_state(module)
+        state.deployed = AttentionChoice(mode="deployed", scheme=choice.scheme, kernel=choice.kernel)
+    return Record(
+        profile=description["profile"],
+        scheme=description["scheme"],
+        staged=bool(description.get("staged")),
+        skipped=dict(description.get("skipped", {})),
+        warnings=(),
+        total_parameters=int(description.get("total_parameters", 0)),
+        linears={name: tuple(layer["paths"]) for name, layer in description["linears"].items()},
+        attentions={name: tuple(layer["paths"]) for name, layer in description["attentions"].items()},
+        weights=int(description.get("weights", 0)),
+        switch=switch,
+        deployed=True,
+    )
+
+
+def _packed_on_meta(name: str, layer: dict[str, Any], switch: Switch) -> NVFP4Linear:
+    try:
+        rows, columns = (int(size) for size in layer["shape"])
+        dtype, settings = _DTYPES[layer["dtype"]], LinearSettings(**layer["settings"])
+        trained = None if layer["trained_dtype"] is None else _DTYPES[layer["trained_dtype"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the description of {name} is damaged: {error!r}") from error
+    state = LinearState(settings, switch)
+    state.trained_dtype = trained
+    width = nvfp4.padded_length(columns)
+    empty = {"device": "meta", "dtype": torch.uint8}
+    return NVFP4Linear(
+        packed=torch.empty((rows, width // 2), **empty),
+        block_scale=torch.empty((rows, width // nvfp4.BLOCK_SIZE), **empty),
+        global_scale=torch.empty((), device="meta", dtype=torch.float32),
+        in_features=columns,
+        bias=_meta_parameter(dtype, rows) if layer["bias"] else None,
+        dense_weight=_meta_parameter(dtype, rows, columns) if layer["retained"] else None,
+        dtype=dtype,
+        quantization=state,
+    )
+
+
+def _meta_parameter(dtype: torch.dtype, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device="meta", dtype=dtype), requires_grad=False)
+
+
+def _expect_linear(model: nn.Module, name: str, path: str, layer: dict[str, Any]) -> None:
+    module = _submodule(model, name, path)
+    if type(module) is not nn.Linear or [module.out_features, module.in_features] != list(layer["shape"]):
+        raise CheckpointError(f"{path} is {module}, and the checkpoint has a linear of shape {layer['shape']} there")
+
+
+def _submodule(model: nn.Module, name: str, path: str) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError as error:
+        raise CheckpointError(
+            f"the checkpoint has {name}, and the model built from its config has no {path}"
+        ) from error
+
+
+def _fill(model: nn.Module, tensors: dict[str, torch.Tensor], file: Path) -> None:
+    wrong = [name for name, t in tensors.items() if t.dtype is not torch.uint8 and t.dtype not in COMPUTE_DTYPES]
+    if wrong:
+        raise CheckpointError(f"{file}: {wrong[0]} has dtype {tensors[wrong[0]].dtype}, which no saved model has")
+    try:
+        model.load_state_dict(tensors, strict=True, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"{file} does not fit the model: {error}") from error
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+
+
+def _move_rest(model: nn.Module, device: torch.device, computed: dict[str, str], dtype: torch.dtype | None) -> None:
+    """Move and convert computed buffers (not in the file), and prove that nothing is left on meta."""
+    model.to(device)
+    for name, saved_dtype in computed.items():
+        owner, _, child = name.rpartition(".")
+        buffers = _submodule(model, name, owner)._buffers
+        target = dtype or getattr(torch, saved_dtype, None)
+        if not isinstance(target, torch.dtype) or buffers.get(child) is None:
+            raise CheckpointError(
+                f"the checkpoint was saved with a computed buffer {name} ({saved_dtype}), and the model has none"
+            )
+        buffers[child] = buffers[child].to(target)
+    left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    if left:
+        raise CheckpointError(f"{len(left)} tensors ({left[0]}, ...) are neither in the file nor computed by the model")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

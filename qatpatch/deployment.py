@@ -1,0 +1,233 @@
+"""`deploy`: pack every patched linear to NVFP4, purge the originals, bind the attention kernels.
+
+Everything that can fail is checked before the first layer changes. Then one layer at a time is packed, put in place and
+its dense weight let go, so that the peak is the model plus one layer. Weights are packed in the dtype that training
+quantized
+them in. Layers that may still have to run dense (the refine-only ones, or all on request) keep their weight beside the
+packed one. Memory is measured, and where a dense weight outlives its layer the receipt names who holds it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from qatpatch import kernels
+from qatpatch.errors import PlanError
+from qatpatch.graphs import forget_original
+from qatpatch.linear import NVFP4Linear, QATLinear
+from qatpatch.patch import Record, device_of, layer_state, move_hooks, patch_record, replace_module
+from qatpatch.receipts import DeployReport
+from qatpatch.swap import bind_infer
+from qatpatch.switch import AttentionChoice
+from qatpatch.units import is_graph, unwrap
+
+logger = logging.getLogger("qatpatch")
+
+
+@torch.no_grad()
+def deploy(
+    model: nn.Module, *, retain_original_weights: bool = False, attention_kernel: str | None = None
+) -> DeployReport:
+    """Pack the patched linears of ``model`` to NVFP4 in place and purge the originals.
+
+    Args:
+        model: a patched model, or a wrapper of one.
+        retain_original_weights: keep every dense weight beside the packed one, so that `dense` works and `remove`
+            can undo.
+            By default only the refine-only layers keep theirs (they run dense in the stage ``base``).
+        attention_kernel: a kernel's name or ``"native"``; default: the first usable one of the trained scheme.
+
+    Returns:
+        A `DeployReport` with the bytes before, after and freed, measured.
+
+    Raises:
+        PlanError: the model is not patched, is deployed already, or has layers that cannot be packed now (meta or
+            sharded
+            weights, offload hooks, the patch taken out); it is untouched.
+        KernelUnavailable: no kernel of the trained scheme is usable here; the model is untouched.
+    """
+    model = unwrap(model)
+    record = patch_record(model)
+    if record.deployed:
+        raise PlanError(f"this {type(model).__name__} is deployed already; there is nothing left to pack")
+    layers = {name: model.get_submodule(paths[0]) for name, paths in record.linears.items()}
+    _check(model, layers)
+    devices = {p.device for p in model.parameters()}
+    attention = _attention_choices(model, record, attention_kernel)
+    before, allocated = model_bytes(model), _allocated(devices)
+    watched: dict[str, _Watched] = {}
+    retained = []
+    for name in list(layers):
+        layer = layers.pop(name)
+        if isinstance(layer, NVFP4Linear):  # packed by a deploy that was interrupted
+            continue
+        retain = retain_original_weights or layer.quantization.settings.refine_only
+        packed = NVFP4Linear.from_linear(layer, retain=retain)
+        move_hooks(layer, packed)
+        packed.train(layer.training)
+        if retain:
+            retained.append(name)
+        else:
+            watched[name] = _Watched(layer.weight)
+        replace_module(model, record.linears[name], packed)
+        del layer, packed
+    if watched and is_graph(model):
+        forget_original(model)
+    for state, choice in attention:
+        state.deployed = choice
+    record.deployed = True
+    return _receipt(model, record, before, allocated, devices, watched, tuple(retained))
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of the storages behind a model's parameters and buffers, each counted once."""
+    storages = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        storage = _local(tensor).untyped_storage()
+        storages[storage.data_ptr() or id(storage)] = storage.nbytes()
+    return sum(storages.values())
+
+
+class _Watched:
+    """A dense weight that should be gone soon."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.parameter = weakref.ref(weight)
+        self.storage = StorageWeakRef(weight.untyped_storage())
+        self.nbytes = weight.untyped_storage().nbytes()
+
+
+def _check(model: nn.Module, layers: dict[str, nn.Module]) -> None:
+    problems = []
+    for name, layer in layers.items():
+        if isinstance(layer, NVFP4Linear):
+            continue
+        if not isinstance(layer, QATLinear):
+            problems.append(f"{name} is a {type(layer).__name__} now; its patch was taken out")
+        elif layer.weight.is_meta:
+            problems.append(f"{name} has a meta weight, which holds no numbers to pack; load the weights first")
+        elif type(layer.weight).__name__ == "DTensor":
+            problems.append(f"{name} is sharded; gather the full weights first")
+        elif "forward" in vars(layer):
+            problems.append(
+                f"{name} has a hook (offload, layerwise casting) that replaced its forward; take it off first"
+            )
+    if problems:
+        shown = problems[:10] + ([f"... and {len(problems) - 10} more"] if len(problems) > 10 else [])
+        raise PlanError(
+            f"cannot deploy this {type(model).__name__}; it is untouched:\n" + "\n".join(f"  - {p}" for p in shown)
+        )
+
+
+def _attention_choices(model: nn.Module, record: Record, kernel: str | None) -> list[tuple[Any, AttentionChoice]]:
+    choices = []
+    for paths in record.attentions.values():
+        module = model.get_submodule(paths[0])
+        state = layer_state("attention", module)
+        if state is None:
+            raise PlanError(
+                f"{paths[0]} lost its QAT attention (set_attn_processor?); it is untouched: remove and apply again"
+            )
+        choice, _ = bind_infer(state.scheme, device_of(module, model), kernel)
+        choices.append((state, AttentionChoice(mode="deployed", scheme=choice.scheme, kernel=choice.kernel)))
+    return choices
+
+
+def _receipt(
+    model: nn.Module,
+    record: Record,
+    before: int,
+    allocated: int | None,
+    devices: set[torch.device],
+    watched: dict[str, _Watched],
+    retained: tuple[str, ...],
+) -> DeployReport:
+    alive = {name: w for name, w in watched.items() if not w.storage.expired()}
+    if alive:
+        gc.collect()
+        alive = {name: w for name, w in alive.items() if not w.storage.expired()}
+    after = model_bytes(model)
+    freed = before - after - sum(w.nbytes for w in alive.values())
+    if allocated is not None:
+        freed = allocated - _allocated(devices)
+    rows = {}
+    for name, paths in record.linears.items():
+        module = model.get_submodule(paths[0])
+        rows[name] = kernels.kernel_named(module.quantization.kernel("deploy", module.weight_packed.device))
+    for name, paths in record.attentions.items():
+        module = model.get_submodule(paths[0])
+        state = layer_state("attention", module)
+        rows[name] = kernels.kernel_named(state.kernel(state.deployed, device_of(module, model))[1])
+    report = DeployReport(
+        model_class=type(model).__name__,
+        packed=tuple(record.linears),
+        retained=retained,
+        attentions=tuple(record.attentions),
+        kernels=rows,
+        bytes_before=before,
+        bytes_after=after,
+        bytes_freed=freed,
+        held=_holders(alive),
+    )
+    logger.info(
+        "deploy: %d linears packed, %d kept dense too, %d attentions, %d bytes -> %d, freed %d",
+        len(report.packed),
+        len(report.retained),
+        len(report.attentions),
+        before,
+        after,
+        freed,
+    )
+    if report.held:
+        holders = ", ".join(sorted(set(report.held.values())))
+        logger.warning("deploy: %d dense weights are still in memory, held by %s", len(report.held), holders)
+    return report
+
+
+def _holders(alive: dict[str, _Watched]) -> dict[str, str]:
+    """Who keeps each surviving weight: optimizers by class, else the types of the objects that refer to it."""
+    if not alive:
+        return {}
+    optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+    held = {}
+    for name, watched in alive.items():
+        parameter = watched.parameter()
+        if parameter is None:
+            held[name] = "an autograd graph, or a tensor that shares its storage"
+            continue
+        owners = [f"the optimizer {type(o).__name__}" for o in optimizers if _contains(_optimized(o), parameter)]
+        held[name] = ", ".join(owners) or _referrers(parameter)
+    return held
+
+
+def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _contains(tensors: Iterable[torch.Tensor], wanted: torch.Tensor) -> bool:
+    return any(tensor is wanted for tensor in tensors)
+
+
+def _referrers(parameter: torch.Tensor) -> str:
+    # Frames and cells are this function's own callers.
+    kinds = sorted({type(r).__name__ for r in gc.get_referrers(parameter)} - {"frame", "cell"})
+    return "a reference in a " + ", ".join(kinds) if kinds else "an open autograd graph, or a local variable"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if type(tensor).__name__ == "DTensor" else tensor
+
+
+def _allocated(devices: Iterable[torch.device]) -> int | None:
+    """Bytes allocated on the CUDA devices among ``devices``; None where there is none."""
+    cuda = [device for device in devices if device.type == "cuda"]
+    return sum(torch.cuda.memory_allocated(device) for device in cuda) if cuda else None

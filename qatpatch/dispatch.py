@@ -1,0 +1,287 @@
+"""The diffusers attention seam: the only file that knows diffusers' private names.
+
+A patched attention module gets a *copy* of its own processor whose class is a subclass made here. The subclass answers
+``_attention_backend`` with an entry of ours in diffusers' backend registry, so that the projections, norms and rotary
+embeddings of the processor run as they are and only the attention itself changes. The entry's name is a pseudo-member
+of diffusers' closed enum: it enters none of the enum's maps and replaces nothing, so models that are not patched cannot
+see it. ``_attention_backend`` is a property: `set_attention_backend` on a patched model reaches only what its attention
+runs outside ours (`dense`), and never takes the quantized attention out.
+
+``__call__`` keeps its signature (LTX-2 filters arguments by it). Masks are honoured by the kernels or refused; what a
+QAT attention
+cannot do (causal, dropout, grouped heads, context parallelism) is refused too: diffusers itself would drop it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from qatpatch import kernels
+from qatpatch.attention import qat_attention, quantized_attention
+from qatpatch.autocast import autocast_dtype
+from qatpatch.recomputation import Call, CallHistory, remember
+from qatpatch.switch import AttentionChoice, Switch
+
+_TRAIN = AttentionChoice(mode="train")
+# A registry entry is shared by all processors, so what belongs to one call travels beside it. Compiled regions do
+# without.
+_RUNNING: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("qatpatch_running", default=None)
+
+
+class AttentionState:
+    """A patched attention's scheme and what it computes now. Copies with the module, independent afterwards.
+
+    Attributes:
+        scheme: the scheme that training simulates.
+        switch: the model's open blocks.
+        deployed: what runs after deploy when no block is open; None before.
+        dense_backend: the processor's own backend, for mode ``"dense"``.
+        original: the processor that was there before.
+    """
+
+    def __init__(self, scheme: str, switch: Switch, original: Any) -> None:
+        self.scheme = scheme
+        self.switch = switch
+        self.deployed: AttentionChoice | None = None
+        self.dense_backend: Any = getattr(original, "_attention_backend", None)
+        self.original = original
+        self.history = CallHistory()
+        self._kernels: dict[str, str] = {}
+
+    @property
+    def choice(self) -> AttentionChoice:
+        """What the attention runs now."""
+        if self.switch.attention is not None:
+            return self.switch.attention
+        return self.deployed if self.deployed is not None else _TRAIN
+
+    def kernel(self, choice: AttentionChoice, device: torch.device) -> tuple[str, str]:
+        """(scheme, kernel name) of what ``choice`` runs on ``device``, resolved on first use there."""
+        scheme = choice.scheme or self.scheme
+        if choice.kernel is not None:
+            return scheme, choice.kernel
+        stage = "train" if choice.mode == "train" else "infer"
+        key = f"{stage}:{scheme}:{device}"
+        if key not in self._kernels:
+            self._kernels[key] = kernels.resolved_name("attention", stage, scheme, str(device))
+        return scheme, self._kernels[key]
+
+
+@dataclass(frozen=True)
+class _Running:
+    """One call of a patched processor: what it must compute, and the `Call` that its output must remember."""
+
+    state: AttentionState
+    choice: AttentionChoice
+    call: Call | None
+
+
+def unsupported_reason(module: nn.Module) -> str | None:
+    """Why the seam cannot reach an attention module; None when it can."""
+    processor = getattr(module, "processor", None)
+    if processor is None:
+        return "It has no attention processor, so there is no seam to patch."
+    if isinstance(processor, nn.Module):
+        return (
+            f"Its processor {type(processor).__name__} is a module of its own, which cannot be copied "
+            f"without its weights."
+        )
+    if getattr(processor, "qatpatch_kind", None):
+        return "It is patched already."
+    if not hasattr(type(processor), "_attention_backend"):
+        return (
+            f"Its processor {type(processor).__name__} calls scaled_dot_product_attention itself instead of diffusers' "
+            "attention dispatch, so there is no seam to patch."
+        )
+    return None
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether ``module`` is an attention layer with a processor, diffusers' convention."""
+    return callable(getattr(module, "processor", None)) and hasattr(module, "heads")
+
+
+def is_patched_attention(module: nn.Module) -> bool:
+    """Whether the module's processor is one of ours, also across reloads of this package."""
+    return getattr(getattr(module, "processor", None), "qatpatch_kind", None) == "QATAttention"
+
+
+def attention_state(module: nn.Module) -> AttentionState:
+    """The state of a patched attention module."""
+    return module.processor.quantization
+
+
+def head_dim(module: nn.Module) -> int:
+    """The module's head dimension: its own word, else inner width over heads."""
+    for name in ("head_dim", "dim_head"):
+        if isinstance(getattr(module, name, None), int):
+            return getattr(module, name)
+    inner = getattr(module, "inner_dim", None)
+    if not isinstance(inner, int):
+        inner = module.to_q.out_features
+    return inner // module.heads
+
+
+def attach(module: nn.Module, scheme: str, switch: Switch) -> None:
+    """Patch ``module``'s attention in place; its own processor object is kept for `detach`."""
+    original = module.processor
+    processor = copy.copy(original)
+    processor.__class__ = _patched_class(type(original))
+    processor.quantization = AttentionState(scheme, switch, original)
+    module.processor = processor
+    # Entries that come later would invalidate graphs compiled before them.
+    backend_entry("dense", "", None)
+    for mode in ("train", "infer", "deployed"):
+        backend_entry(mode, scheme, None)
+
+
+def detach(module: nn.Module) -> None:
+    """Put the original processor object back."""
+    module.processor = module.processor.quantization.original
+
+
+@torch.compiler.assume_constant_result
+def backend_entry(mode: str, scheme: str, kernel: str | None) -> Any:
+    """The registry entry that runs attention in ``mode``: a constant to the compiler."""
+    return _registered(mode, scheme, kernel)
+
+
+@functools.cache
+def _registered(mode: str, scheme: str, kernel: str | None) -> Any:
+    """Add an entry to diffusers' registry, on first use."""
+    from diffusers.models.attention_dispatch import (
+        AttentionBackendName,
+        _AttentionBackendRegistry,
+        dispatch_attention_fn,
+    )
+
+    name = "_".join(("qatpatch", mode, scheme, kernel or "any"))
+    entry = str.__new__(AttentionBackendName, name)
+    entry._name_, entry._value_ = name, name
+
+    def backend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        _parallel_config: Any = None,
+    ) -> torch.Tensor:
+        running = None if torch.compiler.is_compiling() else _RUNNING.get()
+        if mode == "dense":
+            arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            dense = running.state.dense_backend
+            out = dispatch_attention_fn(*arguments, backend=dense, parallel_config=_parallel_config)
+        else:
+            parallel = _parallel_config is not None
+            refuse_unsupported(
+                dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa, context_parallel=parallel
+            )
+            name = kernel
+            if running is not None:
+                name = running.state.kernel(running.choice, query.device)[1]
+            out = run_attention(query, key, value, attn_mask, scale, mode=mode, scheme=scheme, kernel=name)
+        return out if running is None else remember(out, running.call)
+
+    _AttentionBackendRegistry.register(entry)(backend)
+    return entry
+
+
+def run_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    scale: float | None,
+    *,
+    mode: str,
+    scheme: str,
+    kernel: str | None,
+) -> torch.Tensor:
+    """Quantized attention, BSHD in and out, in autocast's dtype where autocast is on (as SDPA does).
+
+    Mode ``"train"`` is differentiable, ``"infer"`` refuses to lose gradients, and ``"deployed"`` is ``"infer"``
+    except that adapters
+    on packed layers may train: where gradients are needed it runs the train kernel of the same scheme.
+        ``kernel=None`` is the
+    first usable one.
+    """
+    dtype = autocast_dtype(query.device)
+    if dtype is not None:
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if mode == "deployed" and torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
+        mode, kernel = "train", None
+    function = qat_attention if mode == "train" else quantized_attention
+    return function(query, key, value, scheme=scheme, scale=scale, attn_mask=attn_mask, kernel=kernel)
+
+
+def refuse_unsupported(**asked: Any) -> None:
+    """Raise for anything the model asks of its attention that NVFP4 attention does not do."""
+    for name, value in asked.items():
+        if value:
+            raise NotImplementedError(
+                f"the model asks its attention for {name}={value}, which NVFP4 attention does not support; "
+                f"exclude that "
+                "module from the patch (exclude=...) to keep it dense"
+            )
+
+
+@functools.cache
+def _patched_class(base: type) -> type:
+    """A subclass of the processor class ``base`` whose attention is ours. One a base, so that blocks share a graph."""
+
+    @functools.wraps(base.__call__)
+    def call(self: Any, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return base.__call__(self, attn, *args, **kwargs)
+        state = self.quantization
+        choice, this_call = state.history.enter(state.choice, training=attn.training)
+        token = _RUNNING.set(_Running(state, choice, this_call))
+        try:
+            return base.__call__(self, attn, *args, **kwargs)
+        finally:
+            _RUNNING.reset(token)
+
+    def read(self: Any) -> Any:
+        state = self.quantization
+        running = None if torch.compiler.is_compiling() else _RUNNING.get()
+        choice = state.choice if running is None else running.choice
+        if choice.mode == "dense" and (running is None or running.call is None):
+            return state.dense_backend
+        return backend_entry(choice.mode, choice.scheme or state.scheme, choice.kernel)
+
+    def write(self: Any, backend: Any) -> None:
+        self.quantization.dense_backend = backend
+
+    def reduce(self: Any, protocol: int) -> tuple[Any, ...]:
+        return _rebuild, (base, dict(self.__dict__))
+
+    return type(
+        f"QAT{base.__name__}",
+        (base,),
+        {
+            "__call__": call,
+            "__doc__": f"{base.__name__} with NVFP4 attention.",
+            "__module__": __name__,
+            "__reduce_ex__": reduce,
+            "_attention_backend": property(read, write),
+            "qatpatch_kind": "QATAttention",
+        },
+    )
+
+
+def _rebuild(base: type, attributes: dict[str, Any]) -> Any:
+    """Unpickle or copy a patched processor: make the class anew, then restore the attributes."""
+    processor = object.__new__(_patched_class(base))
+    processor.__dict__.update(attributes)
+    return processor

@@ -1,0 +1,75 @@
+"""NVFP4 linear in plain torch, any device: the definition of the numbers.
+
+    y = (Xv Wv^T) * gx * gw + bias        Xv = code * block_scale, exact in FP32; FP32 accumulation; one rounding
+
+Operands are float32 and leave the global scales out: those go onto the FP32 accumulator, so that any FP32 scale (a
+foreign file's too) costs no second rounding of an operand. With power-of-two scales the order is irrelevant: exact.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qatpatch import nvfp4
+
+
+def operand(x: torch.Tensor, *, global_scale: torch.Tensor | None, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize ``x`` (..., K) to a GEMM operand: float32 ``code * block_scale`` of x's shape, and the global
+    scale ().
+    """
+    scale = nvfp4.choose_global_scale(x, rule) if global_scale is None else global_scale.clone()
+    return nvfp4.round_to_nvfp4(x, scale, dtype=torch.float32, apply_global_scale=False), scale
+
+
+def packed_operand(
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    *,
+    columns: int,
+    dtype: torch.dtype,
+    rule: str,
+) -> torch.Tensor:
+    """The same operand from packed storage (uint8 codes and uint8 E4M3 scale bytes).
+
+    ``dtype`` and ``rule`` change nothing here.
+    """
+    q = nvfp4.NVFP4Tensor(
+        packed=packed,
+        block_scale=block_scale.view(torch.float8_e4m3fn),
+        global_scale=global_scale,
+        shape=torch.Size((*packed.shape[:-1], columns)),
+    )
+    return nvfp4.dequantize_without_global_scale(q)
+
+
+def quantize(
+    x: torch.Tensor, *, global_scale: torch.Tensor | None, rule: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Packed codes, E4M3 scale bytes (both uint8) and global scale of ``x`` (..., K)."""
+    scale = nvfp4.choose_global_scale(x, rule) if global_scale is None else global_scale.clone()
+    q = nvfp4.quantize(x, global_scale=scale)
+    return q.packed, q.block_scale.view(torch.uint8), scale
+
+
+def matmul(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    out_dtype: torch.dtype,
+    rule: str,
+) -> torch.Tensor:
+    """``(x weight^T) * x_scale * weight_scale + bias`` from operands (..., K) and float32 (N, K), rounded once.
+
+    ``x`` is float32, or a weight-only layer's input in its own dtype.
+
+    The scales are applied one after the other: their product alone could leave the range of FP32.
+    """
+    y = torch.nn.functional.linear(x.float(), weight)
+    y.mul_(x_scale).mul_(weight_scale)
+    if bias is not None:
+        y.add_(bias)
+    return y.to(out_dtype)

@@ -1,0 +1,361 @@
+"""`apply`, `remove`, `report`: patch a live model in place, all or nothing, and undo it exactly.
+
+Invariants of a patched model:
+
+- the same Parameter objects under the same names: optimizers, EMA, state dicts and sharding see no change;
+- linears have their class assigned (`QATLinear`), attentions a processor of their own (`dispatch`); nothing else is
+  touched;
+- the model holds one `Record` in its ``__dict__`` (no parameter, buffer or module) with what `remove` and `report`
+  need.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qatpatch import dispatch, kernels
+from qatpatch.errors import KernelUnavailable, PlanError
+from qatpatch.graphs import restore, rewrite
+from qatpatch.kernels import Kernel
+from qatpatch.linear import LinearState, NVFP4Linear, QATLinear
+from qatpatch.plan import RECORD, Action, Plan, build_plan, patched_modules
+from qatpatch.profiles import Profile
+from qatpatch.receipts import LayerReceipt, PatchReport
+from qatpatch.switch import Switch
+from qatpatch.units import is_graph, unwrap
+
+logger = logging.getLogger("qatpatch")
+
+
+@dataclass(kw_only=True)
+class Record:
+    """What a patched model remembers about its patch. Copies with the model.
+
+    Attributes:
+        profile, scheme, staged, skipped, warnings, total_parameters: from the plan.
+        linears, attentions: name -> attribute paths.
+        switch: shared by all its layers.
+        deployed: after `deploy`.
+        weights: parameters covered by the patched linears.
+    """
+
+    profile: str
+    scheme: str
+    staged: bool
+    skipped: dict[str, str]
+    warnings: tuple[str, ...]
+    total_parameters: int
+    linears: dict[str, tuple[str, ...]]
+    attentions: dict[str, tuple[str, ...]]
+    weights: int
+    switch: Switch = field(default_factory=Switch)
+    deployed: bool = False
+
+
+def apply(
+    model: nn.Module,
+    profile: Profile | str | Path = "auto",
+    *,
+    linear: bool = True,
+    attention: bool = True,
+    activations: bool = True,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    target: str | None = None,
+    input_scale: str = "dynamic",
+    global_scale: str = "pow2",
+    backward: str = "high_precision",
+    strict: bool = True,
+) -> PatchReport:
+    """Patch ``model`` in place for NVFP4 quantization-aware training: all or nothing, undone by `remove`.
+
+    Arguments and errors are those of `build_plan`. Works before or after an optimizer, EMA, peft adapters,
+    ``fully_shard`` and ``torch.compile``; before offload and layerwise-casting hooks.
+
+    Returns:
+        The receipt, a `PatchReport`.
+
+    Raises:
+        PlanError: anything that does not fit; the model is untouched. A model that is already patched asks for
+            `remove` first.
+    """
+    model = unwrap(model)
+    plan = build_plan(
+        model,
+        profile,
+        linear=linear,
+        attention=attention,
+        activations=activations,
+        include=include,
+        exclude=exclude,
+        target=target,
+        input_scale=input_scale,
+        global_scale=global_scale,
+        backward=backward,
+        strict=strict,
+    )
+    record = _record(plan)
+    done: list[Action] = []
+    try:
+        if is_graph(model):
+            settings = {name: action.settings for name, action in plan.linears.items()}
+            schemes = {name: action.scheme for name, action in plan.attentions.items()}
+            rewrite(model, settings, schemes, record.switch)
+        else:
+            for action in (*plan.linears.values(), *plan.attentions.values()):
+                done.append(action)
+                _commit(model, action, record.switch)
+        vars(model)[RECORD] = record
+    except BaseException:
+        for action in done:
+            _undo(model.get_submodule(action.paths[0]))
+        raise
+    receipt = report(model)
+    for warning in plan.warnings:
+        logger.warning("apply: %s", warning)
+    logger.info(
+        "apply: %d linears, %d attentions, profile=%s scheme=%s",
+        len(plan.linears),
+        len(plan.attentions),
+        plan.profile,
+        plan.scheme,
+    )
+    return receipt
+
+
+def remove(model: nn.Module) -> None:
+    """Undo `apply`: classes, processors and keys are those from before, bit for bit; trained weights stay trained.
+
+    Raises:
+        PlanError: the model is not patched, or `deploy` purged dense weights.
+    """
+    model = unwrap(model)
+    record = patch_record(model)
+    layers = [model.get_submodule(paths[0]) for paths in record.linears.values()]
+    purged = [name for name, m in zip(record.linears, layers, strict=True) if is_purged(m)]
+    if purged:
+        raise PlanError(
+            f"{len(purged)} layers ({purged[0]}, ...) were packed by deploy and their dense weights purged, so "
+            f"the patch cannot "
+            "be removed; load the original weights, or deploy with retain_original_weights=True"
+        )
+    if is_graph(model):
+        restore(model)
+    else:
+        for paths in (*record.linears.values(), *record.attentions.values()):
+            _undo_everywhere(model, paths)
+    del vars(model)[RECORD]
+    logger.info("remove: %d linears, %d attentions", len(record.linears), len(record.attentions))
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether anything in ``model`` is patched (training or deployed)."""
+    model = unwrap(model)
+    return RECORD in vars(model) or bool(patched_modules(model))
+
+
+def report(model: nn.Module) -> PatchReport:
+    """The receipt of a live model, as it is now: inside blocks it shows what runs inside them.
+
+    Raises:
+        PlanError: the model is not patched.
+    """
+    model = unwrap(model)
+    record = patch_record(model)
+    layers: dict[str, LayerReceipt] = {}
+    rows: dict[str, Kernel] = {}
+    warnings = list(record.warnings)
+    for kind, names in (("linear", record.linears), ("attention", record.attentions)):
+        for name, paths in names.items():
+            module = _module_at(model, paths[0])
+            layer, row = _layer_receipt(kind, module, device_of(module, model))
+            layers[name] = layer
+            if row is not None:
+                rows[name] = row
+            if layer.state == "replaced":
+                warnings.append(f"{name}: {layer.note}")
+    return PatchReport(
+        model_class=type(model).__name__,
+        profile=record.profile,
+        scheme=record.scheme,
+        linears=tuple(record.linears),
+        attentions=tuple(record.attentions),
+        skipped=dict(record.skipped),
+        kernels=rows,
+        layers=layers,
+        parameters=record.weights / max(1, record.total_parameters),
+        warnings=tuple(warnings),
+    )
+
+
+def patch_record(model: nn.Module) -> Record:
+    """The record of a patched model (already unwrapped).
+
+    Raises:
+        PlanError: the model, or the module that was given, is not the one that was patched.
+    """
+    record = vars(model).get(RECORD)
+    if record is not None:
+        return record
+    found = patched_modules(model)
+    if found:
+        raise PlanError(
+            f"{type(model).__name__} holds patched modules ({next(iter(found))}, ...) but is not the module "
+            f"that qatpatch.apply "
+            "was called on; pass that one"
+        )
+    raise PlanError(f"this {type(model).__name__} is not patched; call qatpatch.apply(model) first")
+
+
+def is_purged(module: nn.Module) -> bool:
+    """Whether a packed linear has lost its dense weight."""
+    return getattr(type(module), "qatpatch_kind", None) == "NVFP4Linear" and module.dense_weight is None
+
+
+def replace_module(model: nn.Module, paths: Iterable[str], new: nn.Module) -> None:
+    """Put ``new`` at every path."""
+    for path in paths:
+        parent, _, child = path.rpartition(".")
+        model.get_submodule(parent)._modules[child] = new
+
+
+def move_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Give ``new`` the hooks of ``old``: the same dictionaries, so that their handles go on working."""
+    for name, value in vars(old).items():
+        if name.startswith("_") and "hooks" in name and name in vars(new):
+            vars(new)[name] = value
+
+
+def _record(plan: Plan) -> Record:
+    return Record(
+        profile=plan.profile,
+        scheme=plan.scheme,
+        staged=plan.staged,
+        skipped=dict(plan.skipped),
+        warnings=plan.warnings,
+        total_parameters=plan.total_parameters,
+        linears={name: action.paths for name, action in plan.linears.items()},
+        attentions={name: action.paths for name, action in plan.attentions.items()},
+        weights=sum(action.parameters for action in plan.linears.values()),
+    )
+
+
+def _commit(model: nn.Module, action: Action, switch: Switch) -> None:
+    module = model.get_submodule(action.paths[0])
+    if action.kind == "attention":
+        dispatch.attach(module, action.scheme, switch)
+        return
+    module.quantization = LinearState(action.settings, switch)
+    module.__class__ = QATLinear
+
+
+def _undo(module: nn.Module) -> None:
+    """Take the patch out of one module; nothing where there is none."""
+    if getattr(type(module), "qatpatch_kind", None) == "QATLinear":
+        module.__class__ = nn.Linear
+    if isinstance(module, nn.Linear):
+        vars(module).pop("quantization", None)
+    elif dispatch.is_patched_attention(module):
+        dispatch.detach(module)
+
+
+def _undo_everywhere(model: nn.Module, paths: tuple[str, ...]) -> None:
+    module = model.get_submodule(paths[0])
+    if isinstance(module, NVFP4Linear):
+        replace_module(model, paths, _dense_again(module))
+        return
+    _undo(module)
+
+
+def _dense_again(module: NVFP4Linear) -> nn.Linear:
+    """A plain linear with the retained weight of a packed one."""
+    linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
+    linear.weight = module.dense_weight
+    linear.bias = module.bias
+    move_hooks(module, linear)
+    return linear.train(module.training)
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def device_of(module: nn.Module | None, model: nn.Module) -> torch.device:
+    """Where a layer computes: its own first parameter or buffer, else the model's."""
+    for owner in (module, model):
+        if owner is not None:
+            tensor = next(itertools.chain(owner.parameters(), owner.buffers()), None)
+            if tensor is not None:
+                return tensor.device
+    return torch.device("cpu")
+
+
+def _layer_receipt(kind: str, module: nn.Module | None, device: torch.device) -> tuple[LayerReceipt, Kernel | None]:
+    """What a layer runs now, and the kernel row that serves it."""
+    state = layer_state(kind, module)
+    if state is None:
+        note = (
+            "the module is gone" if module is None else f"it is a {type(module).__name__} now; the patch was taken out"
+        )
+        return _dense_receipt(kind, "replaced", note), None
+    deployed = isinstance(module, NVFP4Linear) or getattr(state, "deployed", None) is not None
+    try:
+        if kind == "linear":
+            mode, scheme = state.mode, "nvfp4"
+            row = kernels.kernel_named(state.kernel("deploy" if deployed else "train", device))
+            simulated = True
+        else:
+            choice = state.choice
+            mode = choice.mode
+            scheme, name = ("dense", "") if mode == "dense" else state.kernel(choice, device)
+            row = kernels.kernel_named(name) if name else None
+            simulated = scheme == state.scheme
+    except KernelUnavailable as error:
+        return _dense_receipt(kind, "unavailable", str(error)), None
+    if mode == "dense":
+        return _dense_receipt(kind, "dense", ""), row
+    note = _note(module, state) if kind == "linear" else ""
+    shown = "deployed" if deployed and mode in ("quantized", "deployed") else "train" if mode == "quantized" else mode
+    return (
+        LayerReceipt(
+            kind=kind, state=shown, kernel=row.name, scheme=scheme, simulated=simulated, native=row.native, note=note
+        ),
+        row,
+    )
+
+
+def layer_state(kind: str, module: nn.Module | None) -> Any:
+    """The `LinearState` or `AttentionState` of a patched module; None where it is not patched."""
+    if module is None:
+        return None
+    if kind == "linear":
+        return getattr(module, "quantization", None) if hasattr(type(module), "qatpatch_kind") else None
+    if getattr(type(module), "qatpatch_kind", None) == "QATGraphAttention":
+        return module.quantization
+    return dispatch.attention_state(module) if dispatch.is_patched_attention(module) else None
+
+
+def _dense_receipt(kind: str, state: str, note: str) -> LayerReceipt:
+    return LayerReceipt(kind=kind, state=state, kernel="-", scheme="dense", simulated=False, native=False, note=note)
+
+
+def _note(module: nn.Module, state: LinearState) -> str:
+    parts = []
+    if not state.settings.activations:
+        parts.append("weight only")
+    if state.settings.refine_only:
+        parts.append("refine only")
+    if isinstance(module, NVFP4Linear):
+        parts.append("dense weight kept" if module.dense_weight is not None else "dense weight purged")
+    return ", ".join(parts)

@@ -1,0 +1,413 @@
+"""`build_plan`: a pure walk over a model. Every linear and attention module gets an action or a skip with a reason.
+
+All problems are collected and raised as one `PlanError`; the model is only read. The plan also holds what `apply`
+needs to commit:
+the path of every module (under each name that it has) and the settings it gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from qatpatch import dispatch, kernels
+from qatpatch.errors import KernelUnavailable, PlanError, nearest
+from qatpatch.graphs import graph_units
+from qatpatch.linear import BACKWARDS, INPUT_SCALES, LinearSettings
+from qatpatch.nvfp4 import GLOBAL_SCALE_RULES
+from qatpatch.profiles import Profile, Rule, find_profile, matches
+from qatpatch.receipts import Receipt, Table, grouped, skip_table, warning_tables
+from qatpatch.units import Unit, is_graph, module_units, unwrap
+
+RECORD = "_qatpatch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """What will happen to one module.
+
+    Attributes:
+        name: module name without adapter wrappers, as reports use it.
+        paths: every attribute path of the module in the model.
+        kind: ``"linear"`` or ``"attention"``.
+        settings: of a linear; None for attention.
+        scheme: of an attention; None for linears.
+        kernel: name of the kernel that trains it where the model is now.
+        parameters: number of weights covered.
+        note: anything a reader of the receipt should know.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    kind: str
+    settings: LinearSettings | None = None
+    scheme: str | None = None
+    kernel: str
+    parameters: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Receipt):
+    """The result of `build_plan`.
+
+    Attributes:
+        model_class: class name of the model.
+        profile: name of the profile.
+        scheme: attention scheme that training will simulate.
+        linears, attentions: name -> `Action`.
+        skipped: name -> reason, for every other linear and attention module.
+        warnings: what was asked and had no effect.
+        total_parameters: of the whole model.
+        staged: the profile has refine-only layers.
+    """
+
+    model_class: str
+    profile: str
+    scheme: str
+    linears: dict[str, Action]
+    attentions: dict[str, Action]
+    skipped: dict[str, str]
+    warnings: tuple[str, ...]
+    total_parameters: int
+    staged: bool
+
+    @property
+    def parameters(self) -> float:
+        """Share of the model's parameters that the patched linears cover."""
+        return sum(a.parameters for a in self.linears.values()) / max(1, self.total_parameters)
+
+    def _tables(self) -> list[Table]:
+        title = (
+            f"plan for {self.model_class}, profile {self.profile}: {len(self.linears)} linears "
+            f"({100 * self.parameters:.1f} % of the parameters), {len(self.attentions)} attentions, scheme "
+            f"{self.scheme}"
+        )
+        actions = {**self.linears, **self.attentions}
+        groups = grouped(actions, key=lambda name: _cells(actions[name]))
+        rows = [(pattern, str(count), *_cells(actions[first])) for pattern, count, first in groups]
+        header = ("modules", "count", "kind", "scheme", "kernel", "note")
+        return [(title, [header, *rows]), skip_table(self.skipped), *warning_tables(self.warnings)]
+
+
+def _cells(action: Action) -> tuple[str, ...]:
+    stage = "refine only" if action.settings is not None and action.settings.refine_only else ""
+    note = "; ".join(part for part in (stage, action.note) if part)
+    return action.kind, action.scheme or "nvfp4", action.kernel, note
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The arguments of `apply`, checked."""
+
+    linear: bool
+    attention: bool
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    scheme: str
+    settings: LinearSettings
+    strict: bool
+
+
+@dataclass
+class _Walk:
+    """What the walk collects."""
+
+    profile: Profile
+    request: Request
+    linears: dict[str, Action] = field(default_factory=dict)
+    attentions: dict[str, Action] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    counted: set[str] = field(default_factory=set)
+
+
+def patched_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module that qatpatch patched, by path: recognised by marker, so also across reloads of this package."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if hasattr(type(module), "qatpatch_kind") or dispatch.is_patched_attention(module)
+    }
+
+
+def build_plan(
+    model: nn.Module,
+    profile: Profile | str | Path = "auto",
+    *,
+    linear: bool = True,
+    attention: bool = True,
+    activations: bool = True,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    target: str | None = None,
+    input_scale: str = "dynamic",
+    global_scale: str = "pow2",
+    backward: str = "high_precision",
+    strict: bool = True,
+) -> Plan:
+    """What `apply` with the same arguments would do. The model is only read; meta models suffice.
+
+    Args:
+        model: a module, or a wrapper of one (DDP, ``torch.compile``, peft).
+        profile: ``"auto"`` (by class), a profile's name, a `Profile`, or a TOML or YAML file with one.
+        linear: patch the linears.
+        attention: patch the attentions.
+        activations: quantize the linears' inputs too (W4A4); False is weight-only (W4A16).
+        include: patterns of further linears or attentions to patch; each must match something.
+        exclude: patterns of modules to leave dense.
+        target: architecture whose attention is simulated (``"sm_120"``, ``"sm_100"``, ...); default: the
+            profile's scheme.
+        input_scale: ``"dynamic"``, ``"unit"`` or ``"static"`` (needs `calibrate`).
+        global_scale: ``"pow2"`` or ``"amax"``.
+        backward: ``"high_precision"`` or ``"quantized"``.
+        strict: False turns layers that cannot be patched, rules that match nothing and counts that do not hold from
+            errors into skips and warnings.
+
+    Returns:
+        A `Plan`: print it, or show it in a notebook.
+
+    Raises:
+        PlanError: every problem in one message.
+    """
+    model = unwrap(model)
+    class_names = [cls.__name__ for cls in type(model).__mro__]
+    chosen = find_profile(profile, class_names)
+    request = _checked_request(
+        chosen,
+        linear=linear,
+        attention=attention,
+        activations=activations,
+        include=include,
+        exclude=exclude,
+        target=target,
+        input_scale=input_scale,
+        global_scale=global_scale,
+        backward=backward,
+        strict=strict,
+    )
+    refuse_patched(model)
+    if chosen.models and not set(chosen.models) & set(class_names) and not is_graph(model):
+        raise PlanError(
+            f"profile {chosen.name!r} is for {', '.join(chosen.models)}; the model is a {class_names[0]}. "
+            f"Choose its profile, or "
+            "pass a Profile of your own"
+        )
+    walk = _Walk(profile=chosen, request=request)
+    units = graph_units(model) if is_graph(model) else module_units(model)
+    for unit in units:
+        _decide(walk, unit)
+    warnings = _check_rules(walk) + _check_counts(walk, model)
+    if not walk.linears and not walk.attentions and not walk.problems:
+        walk.problems.append("nothing would be patched: no module matches an action")
+    if walk.problems:
+        raise PlanError(
+            f"cannot patch this {class_names[0]} with profile {chosen.name!r}; it is untouched:\n"
+            + "\n".join(f"  - {problem}" for problem in walk.problems)
+        )
+    return Plan(
+        model_class=class_names[0],
+        profile=chosen.name,
+        scheme=request.scheme,
+        linears=walk.linears,
+        attentions=walk.attentions,
+        skipped=walk.skipped,
+        warnings=tuple(warnings),
+        total_parameters=sum(p.numel() for p in model.parameters()),
+        staged=any(a.settings.refine_only for a in walk.linears.values() if a.settings),
+    )
+
+
+def refuse_patched(model: nn.Module) -> None:
+    """Raise where the model holds anything patched already."""
+    record = vars(model).get(RECORD)
+    found = patched_modules(model)
+    if record is None and not found:
+        return
+    if any(getattr(type(m), "qatpatch_kind", "") == "NVFP4Linear" for m in found.values()):
+        raise PlanError(
+            f"this {type(model).__name__} is deployed (packed to NVFP4); its dense weights are gone. Load the "
+            f"original weights anew "
+            "to patch again"
+        )
+    inside = "" if record is not None else f" inside it ({next(iter(found))}, ...)"
+    raise PlanError(f"this {type(model).__name__} is already patched{inside}; call qatpatch.remove(model) first")
+
+
+def _decide(walk: _Walk, unit: Unit) -> None:
+    request = walk.request
+    if unit.adapter:
+        walk.skipped[unit.name] = "An adapter's own weights stay in full precision."
+        return
+    rule, pattern = _rule_for(walk.profile, unit)
+    if rule is not None and rule.action != "skip":
+        walk.used.add(pattern)
+    excluded = next((p for p in request.exclude if matches(p, unit.name)), None)
+    included = next((p for p in request.include if matches(p, unit.name)), None)
+    if rule is not None and rule.action == unit.kind:
+        walk.counted.add(f"{unit.kind}:{unit.name}")
+    if excluded is not None:
+        walk.used.add(f"exclude:{excluded}")
+        walk.skipped[unit.name] = f"Excluded by {excluded!r}."
+        return
+    if included is not None:
+        walk.used.add(f"include:{included}")
+    wanted = included is not None or (rule is not None and rule.action == unit.kind)
+    if not wanted:
+        reason = rule.reason if rule is not None and rule.action == "skip" else walk.profile.default_reason
+        walk.skipped[unit.name] = reason
+        return
+    if not getattr(request, unit.kind):
+        walk.skipped[unit.name] = f"Left out by {unit.kind}=False."
+        return
+    if unit.problem is not None:
+        _refuse(walk, unit, unit.problem)
+        return
+    _accept(walk, unit, refine_only=rule.refine_only if rule is not None else False)
+
+
+def _accept(walk: _Walk, unit: Unit, *, refine_only: bool) -> None:
+    request = walk.request
+    scheme = "nvfp4" if unit.kind == "linear" else request.scheme
+    try:
+        kernel = kernels.resolve(unit.kind, stage="train", scheme=scheme, device=unit.device)
+    except KernelUnavailable as error:
+        _refuse(walk, unit, str(error))
+        return
+    if unit.kind == "attention":
+        walk.attentions[unit.name] = Action(
+            name=unit.name, paths=unit.paths, kind="attention", scheme=scheme, kernel=kernel.name, note=unit.note
+        )
+        return
+    settings = LinearSettings(
+        activations=request.settings.activations,
+        input_scale=request.settings.input_scale,
+        global_scale=request.settings.global_scale,
+        backward=request.settings.backward,
+        refine_only=refine_only,
+    )
+    walk.linears[unit.name] = Action(
+        name=unit.name,
+        paths=unit.paths,
+        kind="linear",
+        settings=settings,
+        kernel=kernel.name,
+        parameters=unit.weight.numel() if unit.weight is not None else 0,
+        note=unit.note or (f"in_features {unit.width} is padded to whole blocks of 16" if unit.width % 16 else ""),
+    )
+
+
+def _refuse(walk: _Walk, unit: Unit, reason: str) -> None:
+    if walk.request.strict:
+        walk.problems.append(f"{unit.name}: {reason}")
+    else:
+        walk.skipped[unit.name] = f"Cannot be patched: {reason}"
+
+
+def _rule_for(profile: Profile, unit: Unit) -> tuple[Rule | None, str]:
+    """The first rule that decides about ``unit``, and its pattern. A shared module is decided by its first name."""
+    for rule in profile.rules:
+        if rule.action not in (unit.kind, "skip"):
+            continue
+        for pattern in rule.match:
+            if matches(pattern, unit.name):
+                return rule, pattern
+    return None, ""
+
+
+def _check_rules(walk: _Walk) -> list[str]:
+    """Patterns that matched nothing: problems for actions, warnings for exclusions."""
+    request, warnings = walk.request, []
+    for rule in walk.profile.rules:
+        if rule.action == "skip" or rule.optional:
+            continue
+        for pattern in rule.match:
+            if pattern not in walk.used:
+                _report(walk, warnings, f"the rule {pattern!r} ({rule.action}) matches nothing")
+    for pattern in request.include:
+        if f"include:{pattern}" not in walk.used:
+            _report(walk, warnings, f"include={pattern!r} matches no linear or attention")
+    warnings += [f"exclude={p!r} matches nothing" for p in request.exclude if f"exclude:{p}" not in walk.used]
+    return warnings
+
+
+def _report(walk: _Walk, warnings: list[str], text: str) -> None:
+    (walk.problems if walk.request.strict else warnings).append(text)
+
+
+def _check_counts(walk: _Walk, model: nn.Module) -> list[str]:
+    warnings: list[str] = []
+    for count in walk.profile.counts:
+        blocks = _block_count(model, count.container, walk.counted)
+        if blocks == 0:
+            if not count.optional:
+                _report(walk, warnings, f"the model has no blocks under {count.container!r}")
+            continue
+        for kind, per_block in (("linear", count.linears), ("attention", count.attentions)):
+            found = sum(entry.startswith(f"{kind}:{count.container}.") for entry in walk.counted)
+            if found != per_block * blocks:
+                _report(
+                    walk,
+                    warnings,
+                    f"{count.container} has {blocks} blocks, so {per_block * blocks} {kind}s must match "
+                    f"({per_block} a block); "
+                    f"{found} do",
+                )
+    return warnings
+
+
+def _block_count(model: nn.Module, container: str, counted: set[str]) -> int:
+    if is_graph(model):
+        prefix = f"{container}."
+        names = (entry.split(":", 1)[1] for entry in counted)
+        return len({name[len(prefix) :].split(".")[0] for name in names if name.startswith(prefix)})
+    try:
+        return len(list(model.get_submodule(container).children()))
+    except AttributeError:
+        return 0
+
+
+def _checked_request(profile: Profile, **arguments: Any) -> Request:
+    """The arguments, or one `PlanError` with all that is wrong with them."""
+    problems = []
+    for name, known in (("input_scale", INPUT_SCALES), ("global_scale", GLOBAL_SCALE_RULES), ("backward", BACKWARDS)):
+        if arguments[name] not in known:
+            problems.append(f"{name}={arguments[name]!r} is unknown{nearest(arguments[name], known)}")
+    scheme, target = profile.scheme, arguments["target"]
+    if target is not None:
+        scheme = kernels.SCHEME_OF_TARGET.get(target, scheme)
+        if target not in kernels.SCHEME_OF_TARGET:
+            problems.append(
+                f"target={target!r} has no FP4 attention to simulate{nearest(target, kernels.SCHEME_OF_TARGET)}"
+            )
+    for name in ("linear", "attention", "activations", "strict"):
+        if not isinstance(arguments[name], bool):
+            problems.append(f"{name} is True or False, got {arguments[name]!r}")
+    patterns: dict[str, tuple[str, ...]] = {}
+    for name in ("include", "exclude"):
+        value = (arguments[name],) if isinstance(arguments[name], str) else tuple(arguments[name])
+        if not all(isinstance(pattern, str) and pattern for pattern in value):
+            problems.append(f"{name} holds patterns (non-empty strings), got {value!r}")
+        patterns[name] = value
+    if not arguments["linear"] and not arguments["attention"]:
+        problems.append("linear=False with attention=False leaves nothing to patch")
+    if problems:
+        raise PlanError("the arguments do not fit:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    return Request(
+        linear=arguments["linear"],
+        attention=arguments["attention"],
+        scheme=scheme,
+        strict=arguments["strict"],
+        settings=LinearSettings(
+            activations=arguments["activations"],
+            input_scale=arguments["input_scale"],
+            global_scale=arguments["global_scale"],
+            backward=arguments["backward"],
+        ),
+        **patterns,
+    )

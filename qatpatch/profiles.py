@@ -1,0 +1,319 @@
+"""Profiles: which layers of a model are patched, as data.
+
+A profile is an ordered tuple of `Rule`s over module names; the first rule that matches a module decides. Names are
+diffusers'. A pattern matches a name that it equals or that lies below it, in whole components (``blocks.1`` never
+matches ``blocks.10``, ``attn1`` never ``audio_attn1``); ``*`` matches anything, dots included. `Count`s say how many
+layers each block must yield, so that a renamed layer is an error and not a silent omission.
+
+A user's own profile is a `Profile` value or a TOML or YAML file with the same fields; nothing is registered.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from qatpatch.errors import PlanError, nearest
+from qatpatch.kernels import ATTENTION_SCHEMES
+
+ACTIONS = ("linear", "attention", "skip")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What happens to the modules that match.
+
+    Attributes:
+        match: patterns over module names.
+        action: ``"linear"`` and ``"attention"`` patch modules of that kind, ``"skip"`` leaves modules of both
+            kinds dense.
+        reason: for skips, one sentence.
+        refine_only: linears that run dense in the stage ``base``.
+        optional: an action rule whose patterns may match nothing (parts that only some variants have).
+    """
+
+    match: tuple[str, ...]
+    action: str
+    reason: str = ""
+    refine_only: bool = False
+    optional: bool = False
+
+    def matches(self, name: str) -> bool:
+        return any(matches(pattern, name) for pattern in self.match)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count:
+    """Layers that each block of a container must yield: ``linears`` and ``attentions`` a block of ``container``."""
+
+    container: str
+    linears: int = 0
+    attentions: int = 0
+    optional: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Ordered rules for a family of models.
+
+    Attributes:
+        name: as reports print it.
+        models: class names that ``profile="auto"`` and the class check accept; empty for any class.
+        rules: first match decides; modules that no rule matches are skipped with ``default_reason``.
+        counts: what must hold, a block.
+        scheme: attention scheme that training simulates where ``target`` is not given.
+        default_reason: for modules that no rule names.
+    """
+
+    name: str
+    models: tuple[str, ...] = ()
+    rules: tuple[Rule, ...]
+    counts: tuple[Count, ...] = ()
+    scheme: str = "sage3"
+    default_reason: str = "No rule of the profile names it, so it stays in full precision."
+
+    @property
+    def staged(self) -> bool:
+        """Whether the model has the stages ``base`` and ``refine``."""
+        return any(rule.refine_only for rule in self.rules)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether ``pattern`` matches ``name`` or one of its parents, in whole components."""
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")
+
+
+_BLOCK = "transformer_blocks.*"
+
+LTX2 = Profile(
+    name="ltx2",
+    models=("LTX2VideoTransformer3DModel",),
+    rules=(
+        Rule(
+            match=(f"{_BLOCK}.attn1.to_gate_logits", f"{_BLOCK}.*.to_gate_logits"),
+            action="skip",
+            reason="Its output has one number a head (N = 32), which FP4 GEMMs do not support.",
+        ),
+        Rule(
+            match=(f"{_BLOCK}.audio_attn1", f"{_BLOCK}.audio_attn2", f"{_BLOCK}.audio_ff"),
+            action="skip",
+            reason="The audio branch stays dense: few tokens, little time, attention with head dimension 64.",
+        ),
+        Rule(
+            match=(
+                f"{_BLOCK}.audio_to_video_attn.to_q",
+                f"{_BLOCK}.video_to_audio_attn.to_k",
+                f"{_BLOCK}.video_to_audio_attn.to_v",
+            ),
+            action="linear",
+            refine_only=True,
+        ),
+        Rule(
+            match=(
+                f"{_BLOCK}.attn1.to_q",
+                f"{_BLOCK}.attn1.to_k",
+                f"{_BLOCK}.attn1.to_v",
+                f"{_BLOCK}.attn1.to_out.0",
+                f"{_BLOCK}.attn2.to_q",
+                f"{_BLOCK}.attn2.to_out.0",
+                f"{_BLOCK}.audio_to_video_attn.to_out.0",
+                f"{_BLOCK}.ff.net.0.proj",
+                f"{_BLOCK}.ff.net.2",
+            ),
+            action="linear",
+        ),
+        Rule(match=(f"{_BLOCK}.attn1", f"{_BLOCK}.attn2"), action="attention"),
+        Rule(
+            match=(f"{_BLOCK}.attn2.to_k", f"{_BLOCK}.attn2.to_v"),
+            action="skip",
+            reason="Its rows are text tokens: little time, and the text context is sensitive.",
+        ),
+        Rule(
+            match=(f"{_BLOCK}.audio_to_video_attn", f"{_BLOCK}.video_to_audio_attn"),
+            action="skip",
+            reason="Cross-modal with head dimension 64, or with rows that are audio tokens: stays dense.",
+        ),
+        Rule(
+            match=("time_embed.linear",),
+            action="skip",
+            reason=(
+                "Timestep modulation steers every block; FastVideo lists it without attaching it, "
+                "Lightricks excludes it."
+            ),
+        ),
+    ),
+    counts=(Count(container="transformer_blocks", linears=12, attentions=2),),
+    default_reason="Outside the video path of the blocks (embeddings, modulation, input and output projections).",
+)
+
+_WAN_LINEARS = (
+    "attn1.to_q",
+    "attn1.to_k",
+    "attn1.to_v",
+    "attn1.to_out.0",
+    "attn2.to_q",
+    "attn2.to_k",
+    "attn2.to_v",
+    "attn2.to_out.0",
+    "ffn.net.0.proj",
+    "ffn.net.2",
+)
+
+WAN = Profile(
+    name="wan",
+    models=("WanTransformer3DModel", "WanVACETransformer3DModel", "WanAnimateTransformer3DModel"),
+    rules=(
+        Rule(match=tuple(f"blocks.*.{name}" for name in _WAN_LINEARS), action="linear"),
+        Rule(match=tuple(f"vace_blocks.*.{name}" for name in _WAN_LINEARS), action="linear", optional=True),
+        Rule(
+            match=tuple(f"face_adapter.*.{name}" for name in ("to_q", "to_k", "to_v", "to_out")),
+            action="linear",
+            optional=True,
+        ),
+        Rule(match=("blocks.*.attn1",), action="attention"),
+        Rule(match=("vace_blocks.*.attn1",), action="attention", optional=True),
+        Rule(
+            match=("blocks.*.attn2.add_k_proj", "blocks.*.attn2.add_v_proj"),
+            action="skip",
+            reason="Its rows are the tokens of one image: little time.",
+        ),
+        Rule(
+            match=("blocks.*.attn2", "vace_blocks.*.attn2"),
+            action="skip",
+            reason="Cross attention to a short context: the profile quantizes self-attention only.",
+        ),
+        Rule(
+            match=("face_adapter",),
+            action="skip",
+            reason="Attention to a handful of face tokens: the profile quantizes self-attention only.",
+        ),
+        Rule(
+            match=("vace_blocks.*.proj_in", "vace_blocks.*.proj_out"),
+            action="skip",
+            reason="Joins the control branch to the main one; left out of the broad set.",
+        ),
+    ),
+    counts=(
+        Count(container="blocks", linears=10, attentions=1),
+        Count(container="vace_blocks", linears=10, attentions=1, optional=True),
+        Count(container="face_adapter", linears=4, optional=True),
+    ),
+    default_reason="Outside the blocks (embeddings, modulation, output projection).",
+)
+
+PROFILES: dict[str, Profile] = {profile.name: profile for profile in (LTX2, WAN)}
+
+
+def find_profile(profile: Profile | str | Path, class_names: Iterable[str]) -> Profile:
+    """The profile that was asked for.
+
+    Args:
+        profile: a `Profile`, the name of one, a path to a TOML or YAML file, or ``"auto"``.
+        class_names: the model's class and its bases, for ``"auto"``.
+
+    Raises:
+        PlanError: an unknown name, no profile for the class, or a file that is no profile.
+    """
+    if isinstance(profile, Profile):
+        return profile
+    if isinstance(profile, Path) or str(profile).endswith((".toml", ".yaml", ".yml")):
+        return load_profile(profile)
+    if not isinstance(profile, str):
+        raise PlanError(f"profile is a name, a Profile or a file, got {type(profile).__name__}")
+    class_names = tuple(class_names)
+    if profile == "auto":
+        for candidate in PROFILES.values():
+            if set(candidate.models) & set(class_names):
+                return candidate
+        known = ", ".join(f"{p.name} ({', '.join(p.models)})" for p in PROFILES.values())
+        raise PlanError(
+            f"profile='auto' knows no profile for {class_names[0]}; there are {known}. Pass a Profile of your "
+            f"own, or a TOML "
+            "or YAML file with one"
+        )
+    if profile not in PROFILES:
+        raise PlanError(f"there is no profile {profile!r}{nearest(profile, ('auto', *PROFILES))}")
+    return PROFILES[profile]
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Read a profile from a TOML or YAML file with the fields of `Profile`, `Rule` and `Count`.
+
+    Raises:
+        PlanError: the file is missing, does not parse, or holds unknown or missing fields.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"the profile file {path} cannot be read: {error.strerror or error}") from error
+    try:
+        data = tomllib.loads(text) if path.suffix == ".toml" else _parse_yaml(text)
+    except ValueError as error:
+        raise PlanError(f"the profile file {path} does not parse: {error}") from error
+    if not isinstance(data, dict):
+        raise PlanError(f"the profile file {path} must hold the fields of a profile, got {type(data).__name__}")
+    try:
+        return profile_from_dict({"name": path.stem, **data})
+    except PlanError as error:
+        raise PlanError(f"the profile file {path}: {error}") from error
+
+
+def profile_from_dict(data: dict[str, Any]) -> Profile:
+    """A profile from plain data (what a file holds)."""
+    rules = tuple(_build(Rule, rule, f"rules[{i}]") for i, rule in enumerate(_list(data, "rules")))
+    counts = tuple(_build(Count, count, f"counts[{i}]") for i, count in enumerate(_list(data, "counts")))
+    profile = _build(Profile, {**data, "rules": rules, "counts": counts}, "profile")
+    for index, rule in enumerate(rules):
+        if rule.action not in ACTIONS:
+            raise PlanError(f"rules[{index}].action {rule.action!r} is unknown{nearest(rule.action, ACTIONS)}")
+        if rule.action == "skip" and not rule.reason:
+            raise PlanError(f"rules[{index}] skips without a reason; say why in one sentence")
+    if profile.scheme not in ATTENTION_SCHEMES:
+        raise PlanError(f"scheme {profile.scheme!r} is unknown{nearest(profile.scheme, ATTENTION_SCHEMES)}")
+    return profile
+
+
+def _parse_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise PlanError("a YAML profile needs PyYAML (pip install 'qatpatch[train]'); TOML works without") from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _list(data: dict[str, Any], key: str) -> list[Any]:
+    value = data.get(key, [])
+    if not isinstance(value, list | tuple):
+        raise PlanError(f"{key} is a list, got {type(value).__name__}")
+    return list(value)
+
+
+def _build(cls: type, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise PlanError(f"{where} holds fields, got {type(data).__name__}")
+    known = {f.name: f for f in fields(cls)}
+    for key in data:
+        if key not in known:
+            raise PlanError(f"{where} has no field {key!r}{nearest(key, known)}")
+    values = {}
+    for key, value in data.items():
+        kind = str(known[key].type)
+        if kind.startswith("tuple[str"):
+            value = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else value
+            if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+                raise PlanError(f"{where}.{key} is a list of strings, got {value!r}")
+        elif kind in ("str", "bool", "int") and type(value).__name__ != kind:
+            raise PlanError(f"{where}.{key} is a {kind}, got {value!r}")
+        values[key] = value
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise PlanError(f"{where}: {error}") from error

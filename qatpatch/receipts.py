@@ -1,0 +1,249 @@
+"""Receipts: what a plan, a patch, a swap or a deploy did, as data, a text table and notebook HTML."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from qatpatch.kernels import Kernel
+
+# A title and rows of cells, the first row being the header.
+Table = tuple[str, Sequence[Sequence[str]]]
+
+_GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReceipt:
+    """What one layer is and runs now.
+
+    Attributes:
+        kind: ``"linear"`` or ``"attention"``.
+        state: ``"train"``, ``"infer"``, ``"dense"``, ``"deployed"`` or ``"replaced"`` (somebody took the patch out).
+        kernel: name of the kernel, ``"-"`` for dense.
+        scheme: ``"nvfp4"``, an attention scheme or ``"dense"``.
+        simulated: whether that is the scheme that training simulates.
+        native: whether it runs on FP4 tensor cores.
+        note: anything else worth knowing.
+    """
+
+    kind: str
+    state: str
+    kernel: str
+    scheme: str
+    simulated: bool
+    native: bool
+    note: str = ""
+
+
+class Receipt:
+    """Text by ``str()``, HTML in notebooks, from one list of titled tables."""
+
+    def _tables(self) -> list[Table]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return render(self._tables(), "text")
+
+    def _repr_html_(self) -> str:
+        return render(self._tables(), "html")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchReport(Receipt):
+    """The receipt of a patched model: of `apply` when it returns it, of now when `report` does.
+
+    Attributes:
+        model_class, profile, scheme: what was patched, by what, for which attention scheme.
+        linears, attentions: names of the patched modules.
+        skipped: name -> reason, for every other linear and attention module.
+        kernels: name -> `Kernel` row that serves it where the model is.
+        layers: name -> `LayerReceipt`.
+        parameters: share of the model's parameters that the patched linears cover, 0 to 1.
+        warnings: what was asked and had no effect, and what does not look right.
+    """
+
+    model_class: str
+    profile: str
+    scheme: str
+    linears: tuple[str, ...]
+    attentions: tuple[str, ...]
+    skipped: dict[str, str]
+    kernels: dict[str, Kernel]
+    layers: dict[str, LayerReceipt]
+    parameters: float
+    warnings: tuple[str, ...] = ()
+
+    def _tables(self) -> list[Table]:
+        title = (
+            f"{self.model_class}, profile {self.profile}: {len(self.linears)} linears "
+            f"({100 * self.parameters:.1f} % of the "
+            f"parameters), {len(self.attentions)} attentions, scheme {self.scheme}"
+        )
+        header = ("modules", "count", "kind", "state", "kernel", "scheme", "simulated", "native", "note")
+        rows = [
+            (name, str(count), *_layer_cells(self.layers[first]))
+            for name, count, first in grouped(self.layers, key=lambda name: _layer_cells(self.layers[name]))
+        ]
+        return [(title, [header, *rows]), skip_table(self.skipped), *warning_tables(self.warnings)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapReceipt(Receipt):
+    """What a swap bound.
+
+    Attributes:
+        swap: ``"infer_attention"``, ``"dense"`` or ``"stage"``.
+        modules: names of the modules that it concerns.
+        architecture: ``"sm_90"``, ``"cpu"``, ...
+        kernel: name of the kernel, ``"-"`` for dense.
+        scheme: what it computes.
+        simulated: whether that is the scheme that training simulates.
+        native: whether it runs on FP4 tensor cores.
+        note: anything else worth knowing.
+    """
+
+    swap: str
+    modules: tuple[str, ...]
+    architecture: str
+    kernel: str
+    scheme: str
+    simulated: bool
+    native: bool
+    note: str = ""
+
+    @property
+    def line(self) -> str:
+        """The receipt in one line."""
+        line = (
+            f"{self.swap}: {len(self.modules)} modules, arch={self.architecture} kernel={self.kernel} "
+            f"scheme={self.scheme} "
+            f"simulated={_yes(self.simulated)} native={_yes(self.native)}"
+        )
+        return f"{line} ({self.note})" if self.note else line
+
+    def _tables(self) -> list[Table]:
+        return [(self.line, [])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeployReport(Receipt):
+    """The receipt of `deploy`.
+
+    Attributes:
+        model_class: what was deployed.
+        packed: names of the packed linears.
+        retained: names of those that kept their dense weight.
+        attentions: names of the attentions that were bound to an infer kernel.
+        kernels: name -> `Kernel` row.
+        bytes_before, bytes_after: storage of the model's parameters and buffers.
+        bytes_freed: what the device got back: as the allocator reports it on CUDA, else of storages that are gone.
+        held: name of a dense weight that is still in memory -> who holds it.
+    """
+
+    model_class: str
+    packed: tuple[str, ...]
+    retained: tuple[str, ...]
+    attentions: tuple[str, ...]
+    kernels: dict[str, Kernel]
+    bytes_before: int
+    bytes_after: int
+    bytes_freed: int
+    held: dict[str, str]
+
+    def _tables(self) -> list[Table]:
+        title = (
+            f"{self.model_class} deployed: {len(self.packed)} linears packed, {len(self.retained)} of them kept "
+            f"dense too, "
+            f"{len(self.attentions)} attentions"
+        )
+        memory = [
+            ("memory", "GiB", "bytes"),
+            *(
+                (label, f"{value / _GIB:.3f}", f"{value:,}")
+                for label, value in (
+                    ("before", self.bytes_before),
+                    ("after", self.bytes_after),
+                    ("freed", self.bytes_freed),
+                )
+            ),
+        ]
+        names = {row.name: row for row in self.kernels.values()}
+        served = [
+            (name, str(sum(k.name == name for k in self.kernels.values())), _yes(row.native))
+            for name, row in names.items()
+        ]
+        held = [("still in memory", "held by"), *self.held.items()] if self.held else []
+        return [(title, memory), ("", [("kernel", "layers", "native"), *served]), *([("", held)] if held else [])]
+
+
+def render(tables: Iterable[Table], form: str) -> str:
+    """Titled tables (the first row is the header) as ``"text"`` or ``"html"``."""
+    parts = []
+    for title, rows in tables:
+        if form == "html":
+            parts.append(f"<p><b>{html.escape(title)}</b></p>" if title else "")
+            parts.append(_html_table(rows) if rows else "")
+        else:
+            parts.append(title)
+            parts.append(_text_table(rows) if rows else "")
+    return ("" if form == "html" else "\n").join(part for part in parts if part)
+
+
+def _text_table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _html_table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = (
+        "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+        for tag, row in (("th" if i == 0 else "td", row) for i, row in enumerate(rows))
+    )
+    return f"<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
+
+
+def grouped(names: Iterable[str], key: Callable[[str], tuple[str, ...]]) -> list[tuple[str, int, str]]:
+    """Names that differ in numbers only and have equal keys, as (pattern, count, first name)."""
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name in names:
+        pattern = re.sub(r"\.\d+(?=\.)", ".*", name, count=1)
+        groups.setdefault((pattern, key(name)), []).append(name)
+    return [(p if len(members) > 1 else members[0], len(members), members[0]) for (p, _), members in groups.items()]
+
+
+def _layer_cells(layer: LayerReceipt) -> tuple[str, ...]:
+    return (
+        layer.kind,
+        layer.state,
+        layer.kernel,
+        layer.scheme,
+        _yes(layer.simulated),
+        _yes(layer.native),
+        layer.note,
+    )
+
+
+def skip_table(skipped: dict[str, str]) -> Table:
+    """What stays dense, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, count, first in grouped(skipped, key=lambda name: (skipped[name],)):
+        reasons.setdefault(skipped[first], []).append(name if count == 1 else f"{name} ({count})")
+    rows = [(_shortened(names), reason) for reason, names in reasons.items()]
+    return f"left dense: {len(skipped)} modules", [("modules", "reason"), *rows] if rows else []
+
+
+def _shortened(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 2 else f"{', '.join(names[:2])} and {len(names) - 2} more"
+
+
+def warning_tables(warnings: Sequence[str]) -> list[Table]:
+    """Warnings, where there are any."""
+    return [("", [("warning",), *((w,) for w in warnings)])] if warnings else []
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

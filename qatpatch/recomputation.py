@@ -1,0 +1,120 @@
+"""Gradient checkpointing meets swaps: a recomputation must repeat what its forward computed.
+
+`infer_attention`, `dense` and `stage` change what a patched layer computes. Gradient checkpointing runs a layer again
+during the backward pass, when another block may be open. So each layer keeps a `CallHistory`:
+
+- a forward under autograd leaves a `Call` (its mode) that lives as long as its graph; a recomputation takes the mode of
+  the youngest one that was not differentiated yet;
+- `remember` puts a node behind the layer's output that saves the mode as a tensor. Checkpointing replaces saved
+  tensors by
+  recomputed ones, so a node that finds another mode than its own knows that the guess was wrong, and raises;
+- reentrant checkpointing runs its forward without autograd, so there no graph can be asked: the modes of such forwards
+  in training are collected, and a recomputation raises unless there was exactly one.
+
+Compiled regions need none of this: their recomputation is compiled with the mode they were traced with.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from typing import Any
+
+import torch
+
+_ADVICE = (
+    "gradient checkpointing recomputes a layer during backward, and a qatpatch block (infer_attention, dense, "
+    "stage) was "
+    "entered or left between its forward and its backward in a way that cannot be followed; run the backward before "
+    "the block changes, or use checkpoint(..., use_reentrant=False)"
+)
+
+
+class Call:
+    """One forward of one layer: alive as long as the graph it is part of."""
+
+    __slots__ = ("mode", "differentiated", "__weakref__")
+
+    def __init__(self, mode: Any) -> None:
+        self.mode = mode
+        self.differentiated = False
+
+    def code(self) -> torch.Tensor:
+        """The mode as a tensor, for a graph to save: a recomputation replaces it by its own."""
+        return torch.tensor(zlib.crc32(repr(self.mode).encode()), dtype=torch.int64)
+
+
+class CallHistory:
+    """The forwards of one layer whose recomputation may still come. Copies and pickles start empty."""
+
+    def __init__(self) -> None:
+        self._calls: list[weakref.ref[Call]] = []
+        self._without_graph: set[Any] = set()
+        self._recomputed = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallHistory:
+        return CallHistory()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return CallHistory, ()
+
+    def enter(self, mode: Any, *, training: bool) -> tuple[Any, Call | None]:
+        """The mode this call must compute, and its `Call` for `remember` (None where autograd is off).
+
+        Args:
+            mode: what the layer would compute by the blocks open now (hashable, with a telling repr).
+            training: whether the layer is in training mode.
+
+        Raises:
+            RuntimeError: a recomputation whose forward's mode cannot be known.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            return self._ordinary(mode, training)
+        self._recomputed = True
+        alive = [call for ref in self._calls if (call := ref()) is not None]
+        if alive:
+            # Autograd differentiates the youngest forward first; a second backward starts from the youngest again.
+            call = next((c for c in reversed(alive) if not c.differentiated), alive[-1])
+            return call.mode, call
+        if len(self._without_graph) > 1:
+            raise RuntimeError(f"{_ADVICE} (its forwards ran as {' and '.join(sorted(map(str, self._without_graph)))})")
+        known = next(iter(self._without_graph), mode)
+        return known, Call(known) if torch.is_grad_enabled() else None
+
+    def _ordinary(self, mode: Any, training: bool) -> tuple[Any, Call | None]:
+        if self._recomputed:
+            self._recomputed = False
+            self._without_graph.clear()
+        if not torch.is_grad_enabled():
+            if training:
+                self._without_graph.add(mode)
+            return mode, None
+        call = Call(mode)
+        self._calls = [ref for ref in self._calls if ref() is not None]
+        self._calls.append(weakref.ref(call))
+        return mode, call
+
+
+class _Remember(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, call: Call) -> torch.Tensor:
+        ctx.call = call
+        ctx.save_for_backward(call.code())
+        # Neither a view nor marked dirty: it shares memory and version, so that in-place changes behave as without
+        # this node.
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (recomputed,) = ctx.saved_tensors
+        if not torch.equal(recomputed, ctx.call.code()):
+            raise RuntimeError(f"{_ADVICE} (its forward ran as {ctx.call.mode})")
+        ctx.call.differentiated = True
+        return grad, None
+
+
+def remember(output: torch.Tensor, call: Call | None) -> torch.Tensor:
+    """``output`` with ``call`` (from `CallHistory.enter`, None without autograd) tied to its graph; no copy."""
+    if call is None or output.grad_fn is None:
+        return output
+    return _Remember.apply(output, call)

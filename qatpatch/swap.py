@@ -1,0 +1,162 @@
+"""Swaps: `infer_attention`, `dense`, `stage`. Contexts that change what a patched model computes, and restore it.
+
+All three open a block on the model's `Switch`. On any exit (exceptions and interrupts included) exactly their own block
+closes, so blocks may nest and close in any order, and no other model is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from qatpatch import kernels
+from qatpatch.errors import PlanError, nearest
+from qatpatch.patch import Record, device_of, is_purged, patch_record
+from qatpatch.receipts import SwapReceipt
+from qatpatch.switch import AttentionChoice
+from qatpatch.units import unwrap
+
+logger = logging.getLogger("qatpatch")
+
+STAGES = ("base", "refine")
+
+
+@contextlib.contextmanager
+def infer_attention(model: nn.Module, kernel: str | None = None) -> Iterator[SwapReceipt]:
+    """Run the model's QAT attentions with the inference kernel: for validation while training.
+
+    Args:
+        model: a patched model, or a wrapper of one.
+        kernel: a kernel's name, ``"native"`` for FP4 tensor cores only, or None for the first usable kernel of
+            the trained
+            scheme. A named kernel of another scheme is taken, and its receipt says ``simulated=no``.
+
+    Yields:
+        A `SwapReceipt`. On a deployed model, whose attentions run the inference kernel anyway, nothing changes.
+
+    Raises:
+        PlanError: the model is not patched, or has no QAT attention.
+        KernelUnavailable: no kernel is usable here; the message holds each one's reason.
+        RuntimeError: inside the block, by a forward that would need gradients through the kernel.
+    """
+    model = unwrap(model)
+    record = patch_record(model)
+    if not record.attentions:
+        raise PlanError(
+            f"this {type(model).__name__} has no QAT attention to swap (patched with attention=False, or a "
+            f"profile without "
+            "attention)"
+        )
+    device = device_of(None, model)
+    choice, row = bind_infer(record.scheme, device, kernel)
+    note = "deployed already: nothing to swap" if record.deployed and kernel is None else ""
+    receipt = SwapReceipt(
+        swap="infer_attention",
+        modules=tuple(record.attentions),
+        architecture=kernels.architecture_of(device),
+        kernel=row.name,
+        scheme=choice.scheme,
+        simulated=choice.scheme == record.scheme,
+        native=row.native,
+        note=note,
+    )
+    with _block(record, receipt, attention=choice):
+        yield receipt
+
+
+@contextlib.contextmanager
+def dense(model: nn.Module) -> Iterator[SwapReceipt]:
+    """Run the model with its current weights and nothing quantized: for comparison.
+
+    Raises:
+        PlanError: the model is not patched, or `deploy` purged dense weights.
+    """
+    model = unwrap(model)
+    record = patch_record(model)
+    purged = [name for name, paths in record.linears.items() if is_purged(model.get_submodule(paths[0]))]
+    if purged:
+        raise PlanError(
+            f"{len(purged)} layers ({purged[0]}, ...) cannot run dense: deploy purged their weights. Deploy with "
+            "retain_original_weights=True to keep that possible"
+        )
+    receipt = _dense_receipt("dense", (*record.linears, *record.attentions), model, "")
+    with _block(record, receipt, linear="dense", attention=AttentionChoice(mode="dense")):
+        yield receipt
+
+
+@contextlib.contextmanager
+def stage(model: nn.Module, name: str) -> Iterator[SwapReceipt]:
+    """Run the model in a stage: in ``"base"`` its refine-only layers run dense, in ``"refine"`` all are quantized.
+
+    Raises:
+        PlanError: the model is not patched or has no stages, the name is unknown, or a refine-only layer was purged.
+    """
+    model = unwrap(model)
+    record = patch_record(model)
+    if name not in STAGES:
+        raise PlanError(f"there is no stage {name!r}{nearest(name, STAGES)}")
+    if not record.staged:
+        raise PlanError(
+            f"this {type(model).__name__} has no stages: profile {record.profile!r} marks no layer as refine-only"
+        )
+    modules = {n: model.get_submodule(paths[0]) for n, paths in record.linears.items()}
+    concerned = [n for n, m in modules.items() if m.quantization.settings.refine_only]
+    purged = [n for n in concerned if is_purged(modules[n])]
+    if name == "base" and purged:
+        raise PlanError(f"{purged[0]} cannot run dense in the stage 'base': deploy purged its weight")
+    receipt = _dense_receipt("stage", tuple(concerned), model, f"stage {name!r}")
+    if name == "refine":
+        row = kernels.resolve("linear", stage="train", scheme="nvfp4", device=device_of(None, model))
+        receipt = SwapReceipt(
+            swap="stage",
+            modules=tuple(concerned),
+            architecture=receipt.architecture,
+            kernel=row.name,
+            scheme="nvfp4",
+            simulated=True,
+            native=row.native,
+            note=receipt.note,
+        )
+    with _block(record, receipt, stage=name):
+        yield receipt
+
+
+def bind_infer(scheme: str, device: torch.device, name: str | None) -> tuple[AttentionChoice, kernels.Kernel]:
+    """The infer kernel for attention trained with ``scheme``: of that scheme, unless one of another is asked for
+    by name.
+    """
+    if name not in (None, "native"):
+        named = kernels.kernel_named(name)
+        if named.op == "attention" and scheme not in named.schemes:
+            scheme = named.schemes[0]
+    row = kernels.resolve("attention", stage="infer", scheme=scheme, device=device, name=name)
+    return AttentionChoice(mode="infer", scheme=scheme, kernel=None if name is None else row.name), row
+
+
+@contextlib.contextmanager
+def _block(record: Record, receipt: SwapReceipt, **axes: Any) -> Iterator[None]:
+    key = object()
+    try:
+        record.switch.open(key, **axes)
+        logger.info("%s", receipt.line)
+        yield
+    finally:
+        record.switch.close(key)
+
+
+def _dense_receipt(swap: str, modules: tuple[str, ...], model: nn.Module, note: str) -> SwapReceipt:
+    return SwapReceipt(
+        swap=swap,
+        modules=modules,
+        architecture=kernels.architecture_of(device_of(None, model)),
+        kernel="-",
+        scheme="dense",
+        simulated=False,
+        native=False,
+        note=note,
+    )

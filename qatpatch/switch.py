@@ -1,0 +1,62 @@
+"""`Switch`: which blocks are open on a model, and so what its patched layers compute now.
+
+Every patched layer of a model refers to the same switch, so that a swap is one assignment and cannot be half done.
+There
+are three axes: ``linear``, ``attention`` and ``stage``. Each takes the value of the innermost block still open that
+sets it, and
+None (the original state) when there is none; blocks may close in any order. Copies and pickles start with no block
+open.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+AXES = ("linear", "attention", "stage")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionChoice:
+    """What attention runs inside a block: the mode, and for ``"infer"`` the scheme and kernel (None: first usable)."""
+
+    mode: str
+    scheme: str | None = None
+    kernel: str | None = None
+
+
+class Switch:
+    """The open blocks of one model.
+
+    Attributes:
+        linear: ``"dense"`` or None.
+        attention: an `AttentionChoice` or None.
+        stage: ``"base"``, ``"refine"`` or None.
+    """
+
+    def __init__(self) -> None:
+        self.linear: str | None = None
+        self.attention: AttentionChoice | None = None
+        self.stage: str | None = None
+        self._open: list[tuple[object, dict[str, Any]]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
+        memo[id(self)] = copy = Switch()
+        return copy
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return Switch, ()
+
+    def open(self, key: object, **axes: Any) -> None:
+        """Open a block that sets ``axes``; ``key`` closes it."""
+        self._open.append((key, axes))
+        self._settle()
+
+    def close(self, key: object) -> None:
+        """Close the block with ``key``, wherever it lies among the open ones."""
+        self._open = [block for block in self._open if block[0] is not key]
+        self._settle()
+
+    def _settle(self) -> None:
+        for axis in AXES:
+            setattr(self, axis, next((axes[axis] for _, axes in reversed(self._open) if axis in axes), None))
