@@ -15,7 +15,7 @@ MOST_COLUMNS = 9
 
 
 def contact_sheet(path: Path, clips: dict[str, torch.Tensor]) -> None:
-    """A PNG with one row a clip, (F, 3, H, W) in [0, 1], and at most nine of its frames, the first and last included."""
+    """A PNG with one row a clip, (F, 3, H, W) in [0, 1], nine of its frames at most, first and last included."""
     count = len(next(iter(clips.values())))
     columns = torch.linspace(0, count - 1, min(count, MOST_COLUMNS)).round().long().unique().tolist()
     height, width = next(iter(clips.values())).shape[-2:]
@@ -74,7 +74,8 @@ def page(path: Path, title: str, table: str, reports: dict[str, str], videos: di
     sections = "".join(f"<h2>{html.escape(name)}</h2>{text}" for name, text in reports.items())
     path.write_text(
         f"<!doctype html><meta charset='utf-8'><title>{html.escape(title)}</title>"
-        "<style>body{font:14px sans-serif;max-width:70em;margin:2em auto}figure{display:inline-block;margin:0 1em 1em 0}"
+        "<style>body{font:14px sans-serif;max-width:70em;margin:2em auto}"
+        "figure{display:inline-block;margin:0 1em 1em 0}"
         "table{border-collapse:collapse}td,th{padding:2px 8px;text-align:left}img{max-width:100%}</style>"
         f"<h1>{html.escape(title)}</h1><pre>{html.escape(table)}</pre>{shown}"
         f'<p><img src="contact_sheet.png" alt="contact sheet"></p><p><img src="curves.png" alt="curves"></p>{sections}',

@@ -165,7 +165,9 @@ def cache_clips(
     """
     clips = all_clips(data)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{Path(clip.file).stem}-{_key(clip, data, codec, text_fingerprint)}.safetensors" for clip in clips]
+    paths = [
+        folder / f"{Path(clip.file).stem}-{_key(clip, data, codec, text_fingerprint)}.safetensors" for clip in clips
+    ]
     missing = [clip for clip, path in zip(clips, paths, strict=True) if not path.exists()]
     if missing:
         encode_text = load_text_encoder()

@@ -6,16 +6,12 @@ Deliberately not here: quantization. What this module returns is plain diffusers
 from __future__ import annotations
 
 import gc
-import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from latents import Codec, SpaceToDepth, TextEncoder, VideoVAE, seeded
 from recipe import PretrainedModel, Recipe, RecipeError, TinyModel
-
-from qatpatch.errors import nearest
 
 _PARTS = ("transformer", "vae", "text_encoder", "tokenizer", "connectors")
 
@@ -52,21 +48,21 @@ def build_codec(recipe: Recipe, device: torch.device) -> Codec:
 def text_fingerprint(recipe: Recipe) -> str:
     """What text embeddings depend on but the caption."""
     if recipe.model.kind == "tiny":
-        return f"random/{recipe.seed}/{recipe.model.text_tokens}/{recipe.model.config.get('caption_channels')}"
+        return f"random/{recipe.seed}/{recipe.model.text_tokens}/{_text_widths(recipe.model.config)}"
     return f"{recipe.model.path}@{recipe.model.revision}/{recipe.model.text_length}/{recipe.model.dtype}"
 
 
-def load_text_encoder(recipe: Recipe, transformer_config: Any, device: torch.device) -> TextEncoder:
+def load_text_encoder(recipe: Recipe, device: torch.device) -> TextEncoder:
     """Captions to the tensors ``text`` (L, D), ``audio_text`` (L, D') and ``text_mask`` (L,) of a training sample.
 
     The tiny model has no text encoder: its embedding is fixed noise, the same for every caption, with the mask of ones
     that LTX-2's pipelines pass. A pretrained one takes the text encoder and connectors of its pipeline.
     """
     if recipe.model.kind == "tiny":
-        shape = (recipe.model.text_tokens, transformer_config.caption_channels)
-        text = torch.randn(shape, generator=seeded(recipe.seed, "text"))
-        mask = torch.ones(recipe.model.text_tokens)
-        return lambda caption: {"text": text, "audio_text": text, "text_mask": mask}
+        length, (width, audio_width) = recipe.model.text_tokens, _text_widths(recipe.model.config)
+        text = torch.randn(length, width, generator=seeded(recipe.seed, "text"))
+        audio_text = torch.randn(length, audio_width, generator=seeded(recipe.seed, "audio text"))
+        return lambda caption: {"text": text, "audio_text": audio_text, "text_mask": torch.ones(length)}
 
     from diffusers import LTX2ImageToVideoPipeline
 
@@ -87,19 +83,18 @@ def load_text_encoder(recipe: Recipe, transformer_config: Any, device: torch.dev
     return encode
 
 
+def _text_widths(config: dict[str, Any]) -> tuple[int, int]:
+    """Channels of the video's and the audio's text embeddings, by LTX2VideoTransformer3DModel's arguments."""
+    if config.get("use_prompt_embeddings", True):
+        return (config.get("caption_channels", 3840),) * 2
+    return config.get("cross_attention_dim", 4096), config.get("audio_cross_attention_dim", 2048)
+
+
 def release(device: torch.device) -> None:
     """Give the memory of dropped models back to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def weights_digest(tensors: Iterator[torch.Tensor]) -> str:
-    """SHA-256 over the bytes of some tensors, to compare two runs."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _load(cls: type, model: PretrainedModel, subfolder: str | None, **options: Any) -> Any:
@@ -117,8 +112,8 @@ def _load(cls: type, model: PretrainedModel, subfolder: str | None, **options: A
         return cls.from_pretrained(model.path, revision=model.revision, **options)
     except (OSError, ValueError) as error:
         raise RecipeError(
-            f"{cls.__name__} cannot be loaded from {model.path!r}: {error}. model.path is a folder in diffusers' layout "
-            "or a repository on the Hugging Face hub that you can read"
+            f"{cls.__name__} cannot be loaded from {model.path!r}: {error}. model.path is a folder in diffusers' "
+            "layout or a repository on the Hugging Face hub that you can read"
         ) from error
 
 

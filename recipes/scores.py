@@ -48,7 +48,9 @@ def ms_ssim(frames: torch.Tensor, truth: torch.Tensor) -> float:
         ValueError: a side is too short for three scales.
     """
     if min(truth.shape[-2:]) < SMALLEST_SIDE:
-        raise ValueError(f"MS-SSIM of three scales needs sides of {SMALLEST_SIDE} pixels, got {tuple(truth.shape[-2:])}")
+        raise ValueError(
+            f"MS-SSIM of three scales needs sides of {SMALLEST_SIDE} pixels, got {tuple(truth.shape[-2:])}"
+        )
     value = multiscale_structural_similarity_index_measure(
         frames.float(), truth.float(), data_range=1.0, kernel_size=KERNEL, betas=BETAS
     )
@@ -101,7 +103,9 @@ def table(rows: dict[str, Scores]) -> str:
     ]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
         for row in cells
     ]
     return "\n".join(line.rstrip() for line in lines)
@@ -111,13 +115,13 @@ class MetricLog:
     """Rows of numbers, one JSON object a line; the source of every curve.
 
     Args:
-        path: of the file. Rows after ``step`` are dropped: a resumed run writes them again.
-        step: the step that the run starts after.
+        path: of the file.
+        after: the step that the run starts after. Rows of later steps are dropped: this run writes them again.
     """
 
-    def __init__(self, path: Path, step: int = 0):
+    def __init__(self, path: Path, *, after: int = 0):
         self.path = path
-        kept = [row for row in read_log(path) if row["step"] <= step] if step else []
+        kept = [row for row in read_log(path) if row["step"] <= after]
         path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
 
     def write(self, step: int, **values: Any) -> None:
