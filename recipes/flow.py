@@ -6,8 +6,9 @@ The tokens of the first latent frame are given: they stay clean, at noise level 
 ``sigma`` is one number a token, and timesteps are ``1000 sigma``. The model's output is read as ``x_0`` or as the
 velocity (``flow.prediction``); the sampler steps along the velocity either way.
 
-Audio: LTX-2 carries audio tokens in every call. Clips here have none, so those tokens are pure noise at noise level 1,
-in training and in sampling, and take no part in the loss.
+Audio: LTX-2 carries audio tokens in every call, and the clips here have no sound. A pretrained model gets pure noise at
+noise level 1 for it (audio unknown), in training and in sampling; a tiny one, which never heard anything, gets zeros.
+Audio takes no part in the loss.
 
 Deliberately not here: classifier-free guidance, and the terminal stretch of LTX-2's scheduler.
 """
@@ -34,7 +35,7 @@ class Settings:
         flow: the recipe's section.
         dtype: of the model's inputs.
         frames: of a clip, in pixels.
-        audio_tokens: how many; None takes as many as LTX-2 has for the clip's length.
+        audio_tokens: how many zeros stand for audio; None is noise, as many tokens as LTX-2 has for the clip's length.
         use_cross_timestep: see ``LTX2VideoTransformer3DModel.forward``.
     """
 
@@ -116,11 +117,13 @@ def call_model(
     inner = getattr(model, "module", model)
     device, count = noisy.device, len(noisy)
     rates = batch["rate"].tolist()
-    audio_tokens = settings.audio_tokens
-    if audio_tokens is None:
+    if settings.audio_tokens is None:
         audio_tokens = max(1, round(settings.frames / min(rates) * inner.audio_rope.audio_latents_per_second))
-    audio = torch.randn(count, audio_tokens, inner.config.audio_in_channels, generator=generator)
-    silence = torch.full((count,), TIMESTEPS, device=device)
+        audio = torch.randn(count, audio_tokens, inner.config.audio_in_channels, generator=generator)
+    else:
+        audio_tokens = settings.audio_tokens
+        audio = torch.zeros(count, audio_tokens, inner.config.audio_in_channels)
+    unknown = torch.full((count,), TIMESTEPS, device=device)
     timestep = TIMESTEPS * sigma
     video, _ = model(
         hidden_states=noisy.to(settings.dtype),
@@ -128,9 +131,9 @@ def call_model(
         encoder_hidden_states=batch["text"].to(device, settings.dtype),
         audio_encoder_hidden_states=batch["audio_text"].to(device, settings.dtype),
         timestep=timestep[:, None] * free_tokens(grid).to(device)[None, :, 0],
-        audio_timestep=silence,
+        audio_timestep=unknown,
         sigma=timestep,
-        audio_sigma=silence,
+        audio_sigma=unknown,
         encoder_attention_mask=batch["text_mask"].to(device),
         audio_encoder_attention_mask=batch["text_mask"].to(device),
         num_frames=grid[0],

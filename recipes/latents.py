@@ -2,8 +2,8 @@
 
 A codec turns frames, uint8 (F, 3, H, W), into latents, float32 (C, F', H', W'), and latents back into frames in [0, 1]:
 
-- `SpaceToDepth`: every ``patch`` x ``patch`` square becomes one latent pixel of ``3 patch^2`` channels, with the value
-  ``(byte - 128) / 64``. Exact in FP32 both ways, and no weights are needed.
+- `SpaceToDepth`: every ``patch`` x ``patch`` square becomes one latent pixel of ``3 patch^2`` channels, with the values
+  ``(byte - mean) / std``. No weights, and the bytes come back exactly.
 - `VideoVAE`: LTX-2's own.
 
 The cache is one safetensors file a clip (latents, text embeddings, text mask), written once; the VAE's encoder and the
@@ -44,18 +44,20 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class SpaceToDepth:
-    """The weightless codec; see the module's docstring."""
+    """The weightless codec; ``mean`` and ``std`` in bytes, see the module's docstring."""
 
     patch: int
+    mean: float = 128.0
+    std: float = 64.0
 
     @property
     def fingerprint(self) -> str:
-        return f"space_to_depth/{self.patch}"
+        return f"space_to_depth/{self.patch}/{self.mean}/{self.std}"
 
     def encode(self, frames: torch.Tensor) -> torch.Tensor:
         count, channels, height, width = frames.shape
         p = self.patch
-        values = (frames.float() - 128.0) / 64.0
+        values = (frames.float() - self.mean) / self.std
         values = values.reshape(count, channels, height // p, p, width // p, p)
         return values.permute(1, 3, 5, 0, 2, 4).reshape(channels * p * p, count, height // p, width // p).contiguous()
 
@@ -64,7 +66,7 @@ class SpaceToDepth:
         p = self.patch
         values = latents.float().reshape(channels // (p * p), p, p, count, height, width)
         values = values.permute(3, 0, 4, 1, 5, 2).reshape(count, channels // (p * p), height * p, width * p)
-        return ((values * 64.0 + 128.0) / 255.0).clamp(0, 1)
+        return ((values * self.std + self.mean) / 255.0).clamp(0, 1)
 
 
 class VideoVAE:
@@ -80,6 +82,13 @@ class VideoVAE:
         self.fingerprint = f"vae/{fingerprint}"
 
     def encode(self, frames: torch.Tensor) -> torch.Tensor:
+        space, time = self.vae.spatial_compression_ratio, self.vae.temporal_compression_ratio
+        count, _, height, width = frames.shape
+        if (count - 1) % time or height % space or width % space:
+            raise RecipeError(
+                f"the VAE takes 1 + {time}n frames with sides that are multiples of {space}; the recipe's data has "
+                f"{count} frames of {height} x {width}"
+            )
         pixels = (frames.float() / 127.5 - 1.0).permute(1, 0, 2, 3)[None]
         with torch.no_grad():
             z = self.vae.encode(pixels.to(self.vae.device, self.vae.dtype)).latent_dist.mode()[0].float()

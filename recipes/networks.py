@@ -38,7 +38,7 @@ def build_transformer(recipe: Recipe) -> torch.nn.Module:
 def build_codec(recipe: Recipe, device: torch.device) -> Codec:
     """Pixels to latents, as ``data.latents`` says."""
     if recipe.data.latents == "space_to_depth":
-        return SpaceToDepth(recipe.data.patch)
+        return SpaceToDepth(recipe.data.patch, recipe.data.mean, recipe.data.std)
     from diffusers import AutoencoderKLLTX2Video
 
     vae = _load(AutoencoderKLLTX2Video, recipe.model, "vae", torch_dtype=getattr(torch, recipe.model.dtype))
@@ -117,13 +117,13 @@ def _load(cls: type, model: PretrainedModel, subfolder: str | None, **options: A
         ) from error
 
 
-def check_fit(recipe: Recipe, model: torch.nn.Module, sample: dict[str, torch.Tensor]) -> None:
+def check_fit(recipe: Recipe, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
     """Refuse, before the first step, latents that the transformer cannot take.
 
     Raises:
         RecipeError: with both sizes.
     """
-    channels, wanted = sample["latents"].shape[0], model.config.in_channels
+    channels, wanted = batch["latents"].shape[1], model.config.in_channels
     if channels != wanted:
         if isinstance(recipe.model, TinyModel):
             advice = f"set model.config.in_channels and out_channels to {channels}"

@@ -37,7 +37,7 @@ class TinyModel(Section):
     Attributes:
         config: arguments of ``LTX2VideoTransformer3DModel``.
         text_tokens: length of the fixed random text embedding that stands for a caption.
-        audio_tokens: audio tokens that ride along.
+        audio_tokens: zeros that stand for audio.
     """
 
     kind: Literal["tiny"]
@@ -105,6 +105,7 @@ class Data(Section):
         frames, height, width: of every clip, in pixels; larger videos are scaled to cover and cropped at the centre.
         latents: how pixels become latents: a fixed invertible rearrangement, or the model's own VAE.
         patch: side of the patch that ``space_to_depth`` moves into channels.
+        mean, std: of the clips' bytes, for ``space_to_depth``: what a VAE's ``latents_mean`` and ``latents_std`` are.
         cache: folder of the latent cache; by default inside the output folder.
         workers: processes that read the cache ahead.
     """
@@ -116,6 +117,8 @@ class Data(Section):
     width: Annotated[int, Field(ge=2)]
     latents: Literal["space_to_depth", "vae"]
     patch: Annotated[int, Field(ge=1)] = 16
+    mean: Annotated[float, Field(ge=0, le=255)] = 128.0
+    std: Annotated[float, Field(gt=0)] = 64.0
     cache: Path | None = None
     workers: Annotated[int, Field(ge=0)] = 0
 

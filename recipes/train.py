@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 
 # What some packages report while they are imported says nothing about this run.
-for _name in ("torchao", "torch.utils._pytree", "diffusers"):
+for _name in ("torchao", "torch.utils._pytree", "diffusers", "transformers"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 try:
