@@ -254,4 +254,6 @@ def seeded(*parts: int | str) -> torch.Generator:
 
 def loader(paths: Sequence[Path], batches: StepBatches, workers: int) -> DataLoader:
     """Micro-batches of cached clips, stacked."""
-    return DataLoader(LatentDataset(paths), batch_sampler=batches, num_workers=workers)
+    # Without a generator of its own a loader draws a seed from torch's global one each time it starts, so a resumed run
+    # would be one draw ahead.
+    return DataLoader(LatentDataset(paths), batch_sampler=batches, num_workers=workers, generator=torch.Generator())

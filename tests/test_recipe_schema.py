@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-sys.path.insert(0, str(RECIPES))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
-from latents import all_clips  # noqa: E402
-from recipe import RecipeError, load_recipe  # noqa: E402
+from latents import all_clips
+from recipe import RecipeError, load_recipe
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 VALID: dict[str, Any] = {
     "output": "outputs/x",
