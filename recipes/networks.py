@@ -29,7 +29,7 @@ def build_transformer(recipe: Recipe) -> torch.nn.Module:
         model = LTX2VideoTransformer3DModel(**recipe.model.config)
     else:
         dtype = getattr(torch, recipe.model.dtype)
-        model = _load(LTX2VideoTransformer3DModel, recipe.model, "transformer", torch_dtype=dtype)
+        model = _load(LTX2VideoTransformer3DModel, recipe.model, "transformer", dtype=dtype)
     if recipe.train.gradient_checkpointing:
         model.enable_gradient_checkpointing()
     return model.train().requires_grad_(True)
@@ -41,7 +41,7 @@ def build_codec(recipe: Recipe, device: torch.device) -> Codec:
         return SpaceToDepth(recipe.data.patch, recipe.data.mean, recipe.data.std)
     from diffusers import AutoencoderKLLTX2Video
 
-    vae = _load(AutoencoderKLLTX2Video, recipe.model, "vae", torch_dtype=getattr(torch, recipe.model.dtype))
+    vae = _load(AutoencoderKLLTX2Video, recipe.model, "vae", dtype=getattr(torch, recipe.model.dtype))
     return VideoVAE(vae.eval().requires_grad_(False).to(device), text_fingerprint(recipe))
 
 
@@ -68,7 +68,7 @@ def load_text_encoder(recipe: Recipe, device: torch.device) -> TextEncoder:
 
     absent = dict.fromkeys(("transformer", "vae", "audio_vae", "vocoder"))
     dtype = getattr(torch, recipe.model.dtype)
-    pipe = _load(LTX2ImageToVideoPipeline, recipe.model, None, torch_dtype=dtype, **absent)
+    pipe = _load(LTX2ImageToVideoPipeline, recipe.model, None, dtype=dtype, **absent)
     pipe.text_encoder.to(device)
     pipe.connectors.to(device)
 

@@ -35,7 +35,7 @@ try:
     import torch
     import yaml
     from accelerate import Accelerator
-    from accelerate.utils import ProjectConfiguration
+    from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
     from clips import read_clip, write_video
     from diffusers.training_utils import EMAModel
     from evaluation import Sample, averaged, compare, generate, inference, judge, validate
@@ -121,6 +121,8 @@ def prepare(options: argparse.Namespace) -> tuple[Run, Path | None]:
         gradient_accumulation_steps=recipe.train.accumulate,
         log_with="tensorboard",
         project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output)),
+        # The loss reads the video alone, so the last audio layers get no gradient.
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
     if accelerator.is_main_process:
         claim_folder(output, recipe, resume=resume, overwrite=options.overwrite)
