@@ -24,6 +24,7 @@ import logging
 import math
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 # What some packages report while they are imported says nothing about this run.
@@ -65,6 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         model, before = train(run, resume)
         rows, samples = finish(run, model)
         failures = conclude(run, rows, samples, before, options, time.monotonic() - began)
+        run.accelerator.end_training()
     except (RecipeError, qatpatch.PlanError, qatpatch.KernelUnavailable, qatpatch.CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -159,12 +161,20 @@ def prepare(options: argparse.Namespace) -> tuple[Run, Path | None]:
     return run, resume
 
 
-def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]:
-    """Build, patch, train.
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What the loop works on; ``before`` is what the model generated before its first step."""
 
-    Returns:
-        The trained model with its averaged weights, and what it generated before the first step.
-    """
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    parameters: list[torch.nn.Parameter]
+    ema: EMAModel | None
+    progress: Progress
+    before: list[Sample]
+
+
+def start(run: Run, resume: Path | None) -> Training:
+    """Build the model, patch it, and bring it to where the checkpoint was."""
     recipe, options, accelerator = run.recipe, run.recipe.train, run.accelerator
     model = build_transformer(recipe)
     check_fit(recipe, model, run.truth[0][0])
@@ -190,6 +200,19 @@ def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]
         if ema is not None:
             ema.to(accelerator.device)
         run.say("resume", f"after step {progress.step}, from {resume}")
+    return Training(model=model, optimizer=optimizer, parameters=parameters, ema=ema, progress=progress, before=before)
+
+
+def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]:
+    """The loop.
+
+    Returns:
+        The trained model with its averaged weights, and what it generated before the first step.
+    """
+    recipe, options, accelerator = run.recipe, run.recipe.train, run.accelerator
+    training = start(run, resume)
+    model, optimizer, parameters = training.model, training.optimizer, training.parameters
+    ema, progress = training.ema, training.progress
     first = progress.step + 1
     log = MetricLog(run.output / "metrics.jsonl", after=progress.step) if accelerator.is_main_process else None
     accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first}})
@@ -219,9 +242,8 @@ def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]
                 with accelerator.autocast():
                     loss = training_loss(model, run.settings, next(batches), noise, accelerator.device)
                 accelerator.backward(loss)
-                norm = (
-                    accelerator.clip_grad_norm_(parameters, options.grad_clip) if accelerator.sync_gradients else None
-                )
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(parameters, options.grad_clip)
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.detach())
@@ -249,13 +271,12 @@ def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]
         bar.update()
 
     bar.close()
-    accelerator.end_training()
     if ema is not None:
         ema.copy_to(parameters)
     # Packing frees a dense weight only if nobody else holds it: not the optimizer, not a gradient, not accelerate.
     model.zero_grad(set_to_none=True)
     accelerator.free_memory()
-    return accelerator.unwrap_model(model, keep_fp32_wrapper=False), before
+    return accelerator.unwrap_model(model, keep_fp32_wrapper=False), training.before
 
 
 def finish(run: Run, model: torch.nn.Module) -> tuple[dict[str, Scores], list[Sample]]:
@@ -289,9 +310,10 @@ def finish(run: Run, model: torch.nn.Module) -> tuple[dict[str, Scores], list[Sa
     if run.accelerator.is_main_process:
         qatpatch.save(model, folder)
     run.accelerator.wait_for_everyone()
+    device = next(model.parameters()).device
     del model
-    release(run.accelerator.device)
-    model = qatpatch.load(folder, device=run.accelerator.device)
+    release(device)
+    model = qatpatch.load(folder, device=device)
     reloaded, rows["reloaded from disk"] = generate(run, model)
     for name, samples in {"deployed": deployed, "reloaded": reloaded}.items():
         largest = max(float((a[1] - b[1]).abs().max()) for a, b in zip(samples, trained, strict=True))
