@@ -119,7 +119,8 @@ class TestForward:
         assert_one_rounding(layer(x), exact + layer.bias.double() if bias else exact)
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_foreign_scales(self, dtype):
+    @pytest.mark.parametrize("rule", RULES)
+    def test_foreign_scales(self, rule, dtype):
         """A weight and an input scale that no rule of ours would give."""
         x, weight, bias = normal(128, 512, dtype=dtype), normal(96, 512, seed=5) * 0.05, normal(96, seed=3, dtype=dtype)
         q = nvfp4.quantize(weight, global_scale=7.77e-5)
@@ -128,10 +129,10 @@ class TestForward:
             block_scale=q.block_scale.view(torch.uint8),
             global_scale=q.global_scale,
             in_features=512,
-            bias=bias,
+            bias=nn.Parameter(bias),
             dense_weight=None,
             dtype=dtype,
-            quantization=LinearState(LinearSettings(input_scale="static", static_scale=0.00123)),
+            quantization=LinearState(LinearSettings(input_scale="static", static_scale=0.00123, global_scale=rule)),
         )
         exact = oracle_values(x, 0.00123) @ oracle_values(weight, 7.77e-5).T + bias.double()
         assert_one_rounding(layer(x), exact)
@@ -654,19 +655,21 @@ class TestOperators:
     def test_opcheck_of_packed_operand(self):
         packed = ops.quantize(normal(5, 60), None, "pow2", KERNEL)
         for dtype in DTYPES:
-            torch.library.opcheck(ops.packed_operand, (*packed, 60, dtype, KERNEL))
+            torch.library.opcheck(ops.packed_operand, (*packed, 60, dtype, "pow2", KERNEL))
 
     def test_opcheck_of_matmul(self):
         x, weight, scale = normal(2, 5, 60), normal(7, 60), torch.tensor(2.0)
         for bias, dtype in ((None, torch.float32), (normal(7), torch.bfloat16)):
-            torch.library.opcheck(ops.matmul, (x, scale, weight, scale, bias, dtype, KERNEL))
+            torch.library.opcheck(ops.matmul, (x, scale, weight, scale, bias, dtype, "pow2", KERNEL))
 
     @pytest.mark.parametrize("rule", RULES)
     def test_operand_equals_the_packed_operand(self, rule):
         x = normal(4, 60, dtype=torch.bfloat16)
         operand, scale = ops.operand(x, None, rule, KERNEL)
         packed = ops.quantize(x, None, rule, KERNEL)
-        assert torch.equal(ops.packed_operand(*packed, 60, x.dtype, KERNEL), operand) and torch.equal(packed[2], scale)
+        assert torch.equal(ops.packed_operand(*packed, 60, x.dtype, rule, KERNEL), operand) and torch.equal(
+            packed[2], scale
+        )
         assert torch.equal(operand.double() * scale.double(), oracle_values(x, rule=rule))
 
 
@@ -697,5 +700,8 @@ class TestCompiled:
         layer, x = patched_linear(60, **settings).eval(), normal(2, 5, 60)
         packed = NVFP4Linear.from_linear(layer, retain=False)
         for module in (layer, packed):
-            y = torch.compile(module, fullgraph=True, backend="aot_eager")(x)
-            assert torch.equal(y, module(x)) and torch.equal(y, layer(x))
+            compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad):
+                    y = compiled(x)
+                assert torch.equal(y, module(x)) and torch.equal(y, layer(x))
