@@ -138,13 +138,13 @@ class _QATLinear(torch.autograd.Function):
         w, w_scale = ops.operand(weight, None, rule, kernel)
         packed = None
         if not settings.activations:
-            xq, x_scale = x.to(w.dtype), torch.ones_like(w_scale)
+            xq, x_scale = x, torch.ones_like(w_scale)
         elif settings.backward == "quantized" and ctx.needs_input_grad[1]:
             packed = ops.quantize(x, input_scale, rule, kernel)
-            xq, x_scale = ops.packed_operand(*packed, x.shape[-1], x.dtype, kernel), packed[2]
+            xq, x_scale = ops.packed_operand(*packed, x.shape[-1], x.dtype, rule, kernel), packed[2]
         else:
             xq, x_scale = ops.operand(x, input_scale, rule, kernel)
-        y = ops.matmul(xq, x_scale, w, w_scale, bias, out_dtype, kernel)
+        y = ops.matmul(xq, x_scale, w, w_scale, bias, out_dtype, rule, kernel)
         ctx.settings, ctx.kernel, ctx.columns, ctx.dtype = settings, kernel, x.shape[-1], x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         kept_x = (None, None, None)
@@ -156,23 +156,28 @@ class _QATLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, x, block_scale, x_scale = ctx.saved_tensors
-        settings, dx, dw, db = ctx.settings, None, None, None
+        rule, dx, dw, db = ctx.settings.global_scale, None, None, None
         with without_autocast(dy.device):
             dy = dy.to(ctx.dtype)
             if ctx.needs_input_grad[0]:
-                if settings.backward == "quantized":
-                    w, w_scale = ops.operand(weight, None, settings.global_scale, ctx.kernel)
-                    weight = (w * w_scale).to(ctx.dtype)
+                if ctx.settings.backward == "quantized":
+                    weight = _dense(*ops.operand(weight, None, rule, ctx.kernel), ctx)
                 dx = dy @ weight
             if ctx.needs_input_grad[1]:
                 if block_scale is not None:
-                    columns = ctx.columns
-                    operand = ops.packed_operand(x, block_scale, x_scale, columns, ctx.dtype, ctx.kernel)
-                    x = (operand * x_scale).to(ctx.dtype)
+                    operand = ops.packed_operand(x, block_scale, x_scale, ctx.columns, ctx.dtype, rule, ctx.kernel)
+                    x = _dense(operand, x_scale, ctx)
                 dw = dy.t() @ x
             if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
                 db = dy.sum(0).to(ctx.bias_dtype)
         return dx, dw, db, None, None, None, None
+
+
+def _dense(operand: torch.Tensor, scale: torch.Tensor, ctx: Any) -> torch.Tensor:
+    """The dequantized values of a GEMM operand, in the compute dtype."""
+    if kernels.kernel_named(ctx.kernel).folded(ctx.settings.global_scale, ctx.dtype):
+        return operand
+    return (operand * scale).to(ctx.dtype)
 
 
 class QATLinear(nn.Linear):
@@ -252,10 +257,10 @@ class PurgedWeight(torch.Tensor):
 class NVFP4Linear(nn.Linear):
     """A deployed linear: packed weight (out_features, in_features), the compute it was trained for.
 
-    Buffers, all uint8: ``weight_packed`` (N, ceil16(K)/2), element 2j in the low nibble; ``weight_scale`` (N,
-        ceil(K/16)), E4M3
-    bytes, linear; ``weight_global_scale`` (4), the bytes of one FP32 decode scale. ``bias`` (N) is the parameter from before;
-    ``dense_weight`` (N, K) is there where the original was retained. ``weight`` answers dtype, shape and device.
+    Buffers, all uint8: ``weight_packed`` (N, ceil16(K)/2), element 2j in the low nibble; ``weight_scale``
+    (N, ceil(K/16)), E4M3 bytes, linear; ``weight_global_scale`` (4), the bytes of one FP32 decode scale. ``bias`` (N)
+    is the parameter from before; ``dense_weight`` (N, K) is there where the original was retained. ``weight`` answers
+    dtype, shape and device.
     """
 
     quantization: LinearState
@@ -343,13 +348,16 @@ class NVFP4Linear(nn.Linear):
         kernel = state.kernel("deploy", x.device)
         rows = x.to(dtype).reshape(-1, self.in_features)
         global_scale = self.weight_global_scale.view(torch.float32).reshape(())
-        w = ops.packed_operand(self.weight_packed, self.weight_scale, global_scale, self.in_features, dtype, kernel)
+        rule = state.settings.global_scale
+        w = ops.packed_operand(
+            self.weight_packed, self.weight_scale, global_scale, self.in_features, dtype, rule, kernel
+        )
         if state.settings.activations:
-            xq, x_scale = ops.operand(rows, state.input_scale(x), state.settings.global_scale, kernel)
+            xq, x_scale = ops.operand(rows, state.input_scale(x), rule, kernel)
         else:
-            xq, x_scale = rows.to(w.dtype), torch.ones_like(global_scale)
+            xq, x_scale = rows, torch.ones_like(global_scale)
         bias = None if self.bias is None else self.bias.to(dtype)
-        y = ops.matmul(xq, x_scale, w, global_scale, bias, output_dtype(x, host_dtype), kernel)
+        y = ops.matmul(xq, x_scale, w, global_scale, bias, output_dtype(x, host_dtype), rule, kernel)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> NVFP4Linear:

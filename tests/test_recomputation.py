@@ -28,7 +28,7 @@ def patched(name, **arguments):
 
 
 def gradients(model, data, *, forward=plain, backward=plain, checkpointing=None):
-    """Gradients of one step, forward and backward each inside a block; checkpointing: None, "diffusers" or "reentrant"."""
+    """Gradients of one step, forward and backward each in a block; checkpointing: None, "diffusers" or "reentrant"."""
     model.zero_grad()
     model.disable_gradient_checkpointing()
     if checkpointing == "diffusers":
