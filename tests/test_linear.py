@@ -667,9 +667,8 @@ class TestOperators:
         x = normal(4, 60, dtype=torch.bfloat16)
         operand, scale = ops.operand(x, None, rule, KERNEL)
         packed = ops.quantize(x, None, rule, KERNEL)
-        assert torch.equal(ops.packed_operand(*packed, 60, x.dtype, rule, KERNEL), operand) and torch.equal(
-            packed[2], scale
-        )
+        assert torch.equal(ops.packed_operand(*packed, 60, x.dtype, rule, KERNEL), operand)
+        assert torch.equal(packed[2], scale)
         assert torch.equal(operand.double() * scale.double(), oracle_values(x, rule=rule))
 
 
