@@ -234,6 +234,13 @@ class QATLinear(nn.Linear):
         return f"{super().extra_repr()}, nvfp4, {inputs}, global_scale={s.global_scale}, mode={self.quantization.mode}"
 
 
+_PURGED = (
+    "{} needs a dense weight that qatpatch.deploy packed and purged; nothing can be added to or read from packed "
+    "weights. Merge adapters (fuse_lora, merge_and_unload) before deploy, or deploy with retain_original_weights=True to "
+    "keep running layers dense"
+)
+
+
 class PurgedWeight(torch.Tensor):
     """Stands for a weight that was packed and purged: shape, dtype and device, no memory, and no arithmetic."""
 
@@ -241,17 +248,21 @@ class PurgedWeight(torch.Tensor):
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> PurgedWeight:
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
+    @property
+    def data(self) -> PurgedWeight:
+        """Itself: what is done to ``weight.data`` is refused like what is done to ``weight``."""
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise RuntimeError(_PURGED.format("setting weight.data"))
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"PurgedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError(
-            f"{func} needs a dense weight that qatpatch.deploy packed and purged; nothing can be added to or "
-            f"read from packed "
-            "weights. Merge adapters (fuse_lora, merge_and_unload) before deploy, or deploy with "
-            "retain_original_weights=True to keep running layers dense"
-        )
+        raise RuntimeError(_PURGED.format(func))
 
 
 class NVFP4Linear(nn.Linear):
@@ -356,7 +367,7 @@ class NVFP4Linear(nn.Linear):
             xq, x_scale = ops.operand(rows, state.input_scale(x), rule, kernel)
         else:
             xq, x_scale = rows, torch.ones_like(global_scale)
-        bias = None if self.bias is None else self.bias.to(dtype)
+        bias = None if self.bias is None else self.bias.detach().to(dtype)
         y = ops.matmul(xq, x_scale, w, global_scale, bias, output_dtype(x, host_dtype), rule, kernel)
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -388,9 +399,17 @@ class NVFP4Linear(nn.Linear):
                 f"deployed layer"
             )
             return
-        wrong = [k for k in given if k[len(prefix) :].startswith("weight_") and state_dict[k].dtype != torch.uint8]
-        if wrong:
-            error_msgs.append(f"{', '.join(sorted(wrong))} must be uint8 (packed codes and scale bytes)")
+        current = {prefix + name: t for name, t in (*self.named_parameters(), *self.named_buffers())}
+        for key in sorted(given):
+            if state_dict[key].shape != current[key].shape:
+                error_msgs.append(
+                    f"size mismatch for {key}: {tuple(state_dict[key].shape)} in the state dict, "
+                    f"{tuple(current[key].shape)} in the layer"
+                )
+            elif (state_dict[key].dtype == torch.uint8) != (current[key].dtype == torch.uint8):
+                error_msgs.append(f"{key} must be {current[key].dtype}, got {state_dict[key].dtype}")
+            else:
+                continue
             return
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

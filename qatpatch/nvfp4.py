@@ -254,7 +254,8 @@ def _quantize_blocks(rows: torch.Tensor, global_scale: torch.Tensor) -> tuple[to
     x = x.unflatten(-1, (-1, BLOCK_SIZE))
     amax = x.abs().amax(-1)
     finite = amax < float("inf")  # False for NaN too
-    encode = 1.0 / global_scale
+    # A foreign scale below 2^-128 has no finite reciprocal, and 0 * inf would make a zero block NaN.
+    encode = (1.0 / global_scale).clamp(max=_FLT_MAX)
     scales = round_e4m3(torch.where(finite, amax, 0.0) * (encode * _ONE_SIXTH))
     decoded = scales.float()
     inverse = (1.0 / (decoded * (1.0 / encode))).clamp(max=_FLT_MAX)

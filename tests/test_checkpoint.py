@@ -179,7 +179,7 @@ def test_missing_wrong_and_extra_tensors_are_refused(saved):
     rewrite(directory, tensors={key + "weight_packed": torch.zeros(256, 64, dtype=torch.uint8)})
     refused("size mismatch")
     rewrite(directory, tensors={key + "weight_scale": torch.zeros(256, 16)})
-    refused("must be uint8")
+    refused("must be torch.uint8")
     rewrite(directory, tensors={"proj_out.bias": torch.zeros(16, dtype=torch.float64)})
     refused("dtype torch.float64")
     for damage, message in (

@@ -94,6 +94,18 @@ class Kernel:
 
 TABLE: tuple[Kernel, ...] = (
     Kernel(
+        name="triton_linear",
+        op="linear",
+        stages=("train", "deploy"),
+        schemes=("nvfp4",),
+        module="qatpatch.kernels.triton_linear",
+        device_types=("cuda",),
+        minimum_capability=(8, 0),
+        requires=("triton",),
+        folds_pow2=True,
+        summary="Triton quantizers around a 16-bit tensor-core GEMM, sm_80 and up",
+    ),
+    Kernel(
         name="reference_linear",
         op="linear",
         stages=("train", "deploy"),

@@ -1,9 +1,9 @@
 """`torch.library` operators over the linear kernels: a compiler sees one node each and never their insides.
 
-Every operator takes the name of its kernel row. The fakes give exact shapes, dtypes and strides (all contiguous), so meta
-tensors work without computing. None of them is differentiable: `linear` says what the gradients are. Autocast is off
-inside; the callers choose every dtype. They are defined on a plain `torch.library.Library`, whose calls cost a third of
-those of ``torch.library.custom_op``; a model makes thousands a step.
+Every operator takes the name of its kernel row. The fakes give exact shapes, dtypes and strides (all contiguous), so
+meta tensors work without computing. None of them is differentiable: `linear` says what the gradients are. Autocast is
+off inside; the callers choose every dtype. They are defined on a plain `torch.library.Library`, whose calls cost a
+third of those of ``torch.library.custom_op``; a model makes thousands a step.
 """
 
 from __future__ import annotations
