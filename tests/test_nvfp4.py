@@ -526,7 +526,7 @@ def peak():
     status = open("/proc/self/status").read()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
-weight = torch.empty(8192, 4096).normal_(std=0.02)
+weight = torch.empty(16384, 4096).normal_(std=0.02)
 q = nvfp4.quantize(weight[:64])
 before = peak()
 q = nvfp4.quantize(weight)
@@ -535,6 +535,6 @@ print(peak() - before)
 
 
 def test_a_large_weight_needs_little_memory_besides_itself():
-    """Quantizing 128 MiB of float32 costs 18 MiB of result and less than one more copy of the weight at its peak."""
+    """256 MiB of float32 pack to 36 MiB, and the peak stays under one more copy of the weight."""
     done = subprocess.run([sys.executable, "-c", _PEAK], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert float(done.stdout) < 128
+    assert float(done.stdout) < 256
