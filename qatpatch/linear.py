@@ -236,8 +236,8 @@ class QATLinear(nn.Linear):
 
 _PURGED = (
     "{} needs a dense weight that qatpatch.deploy packed and purged; nothing can be added to or read from packed "
-    "weights. Merge adapters (fuse_lora, merge_and_unload) before deploy, or deploy with retain_original_weights=True to "
-    "keep running layers dense"
+    "weights. Merge adapters (fuse_lora, merge_and_unload) before deploy, or deploy with "
+    "retain_original_weights=True to keep running layers dense"
 )
 
 

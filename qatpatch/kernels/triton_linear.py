@@ -1,7 +1,7 @@
 """The linear kernel row for CUDA GPUs from sm_80 on: Triton quantizers around a 16-bit tensor-core GEMM.
 
-With power-of-two scales in bfloat16 the operands hold their global scale exactly, so the GEMM is cuBLAS with its own bias
-epilogue. Other scales, and float16 (whose range is too small to fold them in), go onto the FP32 accumulator of a Triton
+With power-of-two scales in bfloat16 the operands hold their global scale exactly, so the GEMM is cuBLAS with its own
+bias epilogue. Other scales, and float16 (whose range is too small to fold them in), go onto the FP32 accumulator of a Triton
 GEMM. A weight-only layer in float32 runs a float32 GEMM over the dequantized weight.
 """
 
@@ -18,7 +18,7 @@ _RULES = {"pow2": POW2.value, "amax": AMAX.value}
 
 
 def operand(x: torch.Tensor, *, global_scale: torch.Tensor | None, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (..., K) quantized and dense again, 16-bit, and its global scale (): folded in where `Kernel.folded` says so."""
+    """x (..., K) quantized and dense again, 16-bit, and its scale (), folded in where `Kernel.folded` says so."""
     row = kernel_named(_ROW)
     folded, dtype = row.folded(rule, x.dtype), row.operand_dtype(x.dtype)
     if global_scale is None:
