@@ -29,7 +29,8 @@ CAPABILITIES = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 12
 # The integers in ALIGNED are compiled as multiples of 16.
 ALIGNED = ("columns", "row_stride", "N", "K", "a_stride", "b_stride")
 POINTERS = {
-    "peaks": "*fp32", "floors": "*fp32", "scale": "*fp32", "words": "*i32", "scales": "*u8",
+    "peaks": "*fp32", "stats": "*fp32", "words": "*i32", "scales": "*u8",
+    "scale": "*fp32", "x_scale": "*fp32", "w_scale": "*fp32",
     "bias": "*bf16", "alpha_a": "*fp32", "alpha_b": "*fp32",
 }  # fmt: skip
 FLAT, ROWS = {"FLAT": True}, {"FLAT": False}
@@ -46,6 +47,8 @@ CASES = {
     "pow2 operand": ("operand_kernel_pow2", "bf16", "OPERAND_TILE", FLAT),
     "pow2 operand, rows": ("operand_kernel_pow2", "fp32", "OPERAND_TILE", ROWS),
     "repair": ("repair_kernel_pow2", "bf16", "OPERAND_TILE", {"CHUNK": 4096, "LANES": 64, **FLAT}),
+    "pow2 pair": ("operand_pair_kernel_pow2", "bf16", "OPERAND_TILE", FLAT),
+    "repair, pair": ("repair_pair_kernel_pow2", "bf16", "OPERAND_TILE", {"CHUNK": 4096, "LANES": 64, **FLAT}),
     "quantize": ("quantize_kernel", "bf16", "QUANTIZE_TILE", FLAT),
     "quantize, rows": ("quantize_kernel", "fp32", "QUANTIZE_TILE", ROWS),
     "dequantize": ("dequantize_kernel", "bf16", "DEQUANTIZE_TILE", {"APPLY": True, **FLAT}),
@@ -80,13 +83,15 @@ def _compile(name: str, capability: int) -> str:
         if argument in constants:
             signature[argument] = "constexpr"
             continue
-        tensor = argument in ("x", "out", "a", "b")
+        tensor = argument in ("x", "w", "out", "x_out", "w_out", "a", "b")
         signature[argument] = f"*{dtype}" if tensor else POINTERS.get(argument, "i32")
         if signature[argument].startswith("*") or argument in ALIGNED:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     built = triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     problems = []
+    if (dtype, constants.get("FLAT")) == ("bf16", True) and "v4.b32" not in built.asm["ptx"]:
+        problems.append("moves less than 16 bytes at a time")
     if ".ftz" in built.asm["ptx"]:
         problems.append("flushes subnormal numbers")
     if built.metadata.shared > CAPABILITIES[capability]:
@@ -212,6 +217,12 @@ def interpreted_checks() -> None:
         operand, scale = launch.operand_pow2(x, torch.float32, tile)
         _same(scale, pow2, name, "pow2 scale")
         _same(operand, nvfp4.round_to_nvfp4(x, pow2, dtype=torch.float32), name, "pow2 operand")
+        for pair in ((x, wide), (wide, x)):
+            found = launch.operand_pair_pow2(*pair, torch.float32, tile)
+            for tensor, operand, scale in zip(pair, found[::2], found[1::2], strict=True):
+                wanted = nvfp4.choose_global_scale(tensor)
+                _same(scale, wanted, name, "pow2 scale in a pair")
+                _same(operand, nvfp4.round_to_nvfp4(tensor, wanted, dtype=torch.float32), name, "in a pair")
         _same(launch.global_scale(x, RAW.value, tile), nvfp4.finite_amax(x), name, "amax")
         _same(launch.global_scale(x, POW2.value, tile), pow2, name, "pow2 rule")
         amax_scale = nvfp4.choose_global_scale(x, "amax")
