@@ -339,7 +339,7 @@ def _launches(launch):
         shifted(7, 64, 3),
         torch.randn(1, 1),
     )
-    rows = (torch.randn(7, 60), torch.randn(7, 64)[:, :60], torch.randn(64).as_strided((1, 60), (2**31, 1)))
+    alike = (torch.randn(1, 1), torch.randn(7, 60), torch.randn(7, 64)[:, :60], torch.randn(7, 60).half())
     one, (_, large, small) = torch.ones(()), launch.MATMUL_TILES[1]
     for x in inputs:
         for rule in (0, 1, 2) if x is inputs[0] else (1,):
@@ -351,8 +351,10 @@ def _launches(launch):
         yield lambda x=x: launch.operand_pow2(x, x.dtype)
         yield lambda x=x: launch.operand_pair_pow2(x, x[: len(x) // 2 + 1], x.dtype)
         yield lambda x=x, p=packed, b=block_scale: launch.dequantize(p, b, one, x.shape[-1], x.dtype, True)
-    for x in rows:  # alike but for their strides
-        yield lambda x=x: launch.operand(x, one, x.dtype, True)
+    for x in alike:
+        yield lambda x=x: launch.operand(x, one, torch.float32, True)
+    for tiles in (5, 2**31):
+        yield lambda tiles=tiles: launch._global_scale_launcher(1)(1, (one, one), (tiles,))
     for x in inputs[:2]:
         weight = torch.randn(48, x.shape[-1]).to(x.dtype)
         for a in (x, x[:1], x.repeat(1, 2)[:, 1 : 1 + x.shape[-1]]):
