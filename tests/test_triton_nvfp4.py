@@ -353,7 +353,7 @@ def _launches(launch):
         yield lambda x=x, p=packed, b=block_scale: launch.dequantize(p, b, one, x.shape[-1], x.dtype, True)
     for x in alike:
         yield lambda x=x: launch.operand(x, one, torch.float32, True)
-    for tiles in (5, 2**31):
+    for tiles in (16, 2**31):
         yield lambda tiles=tiles: launch._global_scale_launcher(1)(1, (one, one), (tiles,))
     for x in inputs[:2]:
         weight = torch.randn(48, x.shape[-1]).to(x.dtype)
