@@ -43,6 +43,7 @@ HEAD_DIMS = (64, 128)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LOG2_E = 1.4426950408889634
 _TILE = 64
+_GROUP = 16
 # Rows that both backward kernels' blocks of queries and of keys divide.
 _PADDING = 128
 
@@ -55,6 +56,8 @@ class Launch:
     keys: int
     warps: int
     stages: int
+    reload: bool = True
+    early: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +241,9 @@ def _forward(
     out_hp = torch.empty_like(out) if keep else out
     row_max = torch.empty((batch, heads, query_length), dtype=torch.float32, device=q.device)
     row_sum = torch.empty_like(row_max)
-    forward_kernels.forward_kernel[(triton.cdiv(query_length, cut.rows) * batch * heads,)](
+    padded = _round_up(query_length, cut.rows)
+    queries = torch.empty((batch * heads, padded, head_dim), dtype=operand, device=q.device)
+    forward_kernels.forward_kernel[(padded // cut.rows * batch * heads,)](
         q,
         _rows_of(keys, _TILE),
         _rows_of(values, _TILE),
@@ -248,7 +253,9 @@ def _forward(
         out_hp,
         row_max,
         row_sum,
+        queries,
         query_length,
+        padded,
         call.k.shape[1],
         keys.shape[1],
         heads,
@@ -263,6 +270,7 @@ def _forward(
         QUANTIZE_P=call.scheme == "sage3",
         TRAIN=keep,
         PACKED=not call.interpreted,
+        RELOAD=cut.reload,
         OPERAND=_triton_dtype(operand),
         num_warps=cut.warps,
         num_stages=cut.stages,
@@ -320,6 +328,7 @@ def _backward(
         ADDITIVE=call.additive,
         TAIL=key_length % cut.keys != 0,
         QUANTIZE_P=call.scheme == "sage3",
+        RELOAD=cut.reload,
         OPERAND=_triton_dtype(operand),
         num_warps=cut.warps,
         num_stages=cut.stages,
@@ -347,6 +356,7 @@ def _backward(
         ADDITIVE=call.additive,
         QUANTIZE_P=call.scheme == "sage3",
         PACKED=not call.interpreted,
+        EARLY=cut.early,
         OPERAND=_triton_dtype(operand),
         num_warps=cut.warps,
         num_stages=cut.stages,
@@ -369,7 +379,7 @@ def _key_value_operands(
     # (B, H, S_k): the mask itself where it depends on the key alone, else which keys any query sees.
     mask = call.mask[:, :, 0] if by_key else call.alive
     strides = (0, 0, 0) if mask is None else _broadcast_strides(mask)
-    quantize_key_value_kernel[(padded // _TILE * batch * heads,)](
+    quantize_key_value_kernel[(padded // _GROUP * batch * heads,)](
         k,
         v,
         _pointer(mask, k),
@@ -385,12 +395,12 @@ def _key_value_operands(
         *_bsh_strides(v),
         *strides,
         HEAD_DIM=head_dim,
-        TILE=_TILE,
+        TILE=_GROUP,
         MASKED=mask is not None,
         ADDITIVE=mask is not None and mask.is_floating_point(),
         WRITE_BIAS=by_key,
         QUANTIZE_V=call.scheme == "sage3",
-        num_warps=4,
+        num_warps=1,
         enable_fp_fusion=False,
     )
     return keys, values, bias
@@ -416,7 +426,7 @@ def _dense_operands(call: _Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     batch, query_length, heads, head_dim = q.shape
     queries = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     keys = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    programs = [triton.cdiv(length, _TILE) * batch * heads for length in (query_length, k.shape[1])]
+    programs = [triton.cdiv(length, _GROUP) * batch * heads for length in (query_length, k.shape[1])]
     quantize_query_key_kernel[(sum(programs),)](
         q,
         k,
@@ -429,8 +439,8 @@ def _dense_operands(call: _Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
         *_bsh_strides(q),
         *_bsh_strides(k),
         HEAD_DIM=head_dim,
-        ROWS=_TILE,
-        num_warps=4,
+        ROWS=_GROUP,
+        num_warps=1,
         enable_fp_fusion=False,
     )
     return queries.transpose(1, 2), keys.transpose(1, 2), call.v.transpose(1, 2)

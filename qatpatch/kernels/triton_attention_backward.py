@@ -74,6 +74,7 @@ def query_gradient_kernel(
     ADDITIVE: tl.constexpr,
     TAIL: tl.constexpr,
     QUANTIZE_P: tl.constexpr,
+    RELOAD: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
     """dQ of ``ROWS`` queries, and the operands of `key_value_gradient_kernel` for them.
@@ -109,13 +110,20 @@ def query_gradient_kernel(
     delta = tl.sum(out_hp * d_out.to(tl.float32), axis=1)
 
     padded_at = batch_head.to(tl.int64) * query_padded + rows
-    tl.store(query_out_ptr + padded_at[:, None] * HEAD_DIM + columns[None, :], query)
-    tl.store(d_out_scaled_ptr + padded_at[:, None] * HEAD_DIM + columns[None, :], d_out)
+    operand_at = padded_at[:, None] * HEAD_DIM + columns[None, :]
+    tl.store(query_out_ptr + operand_at, query)
+    tl.store(d_out_scaled_ptr + operand_at, d_out)
+    if RELOAD:
+        tl.debug_barrier()
+        query = tl.load(query_out_ptr + operand_at)
+        d_out = tl.load(d_out_scaled_ptr + operand_at)
     tl.store(shift_ptr + padded_at, shift - LOG2_6 if QUANTIZE_P else shift)
     tl.store(delta_ptr + padded_at, delta)
 
     sums = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    for index in tl.range(0, tl.cdiv(key_length, KEYS)):
+    # Never 0, and the compiler must see it: a path around the loop would take the accumulator from the tensor cores.
+    steps = tl.maximum(tl.cdiv(key_length, KEYS), 1)
+    for index in tl.range(0, steps):
         start = index * KEYS
         at = batch_head * padded_length + start
         key = key_desc.load([at, 0])
@@ -172,6 +180,7 @@ def key_value_gradient_kernel(
     ADDITIVE: tl.constexpr,
     QUANTIZE_P: tl.constexpr,
     PACKED: tl.constexpr,
+    EARLY: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
     """dK and dV of ``KEYS`` keys, contiguous BSHD.
@@ -192,17 +201,20 @@ def key_value_gradient_kernel(
     if MASK == KEY_MASK:
         bias = tl.load(bias_ptr + batch_head.to(tl.int64) * padded_length + keys)
 
+    # Never 0, as above.
+    steps = tl.maximum(tl.cdiv(query_length, ROWS), 1)
     sums_key = tl.zeros([KEYS, HEAD_DIM], tl.float32)
     sums_value = tl.zeros([KEYS, HEAD_DIM], tl.float32)
     stats_at = batch_head.to(tl.int64) * query_padded + tl.arange(0, ROWS)
-    for index in tl.range(0, tl.cdiv(query_length, ROWS)):
+    for index in tl.range(0, steps):
         start = index * ROWS
         at = batch_head * query_padded + start
         query = query_desc.load([at, 0])
         d_out = d_out_desc.load([at, 0])
         shift = tl.load(shift_ptr + stats_at + start)
         delta = tl.load(delta_ptr + stats_at + start)
-        d_p = tl.dot(value, tl.trans(d_out))
+        if EARLY:
+            d_p = tl.dot(value, tl.trans(d_out))
         scores = tl.dot(key, tl.trans(query))
         if MASK == KEY_MASK:
             scores = scores + bias[:, None]
@@ -225,6 +237,8 @@ def key_value_gradient_kernel(
             p = tl.exp2(tl.fma(scores, step, shift[None, :]))
             weights = p.to(OPERAND)
         sums_value = tl.dot(weights, d_out, sums_value)
+        if not EARLY:
+            d_p = tl.dot(value, tl.trans(d_out))
         d_scores = p * (d_p - delta[None, :])
         sums_key = tl.dot(d_scores.to(OPERAND), query, sums_key)
 

@@ -43,8 +43,9 @@ def masked_by_pair(scores, mask_at, real, inverse_scale, hidden, ADDITIVE: tl.co
     """Scores with a mask that depends on query and key applied; ``real`` says which pairs exist."""
     if ADDITIVE:
         bias = tl.load(mask_at, mask=real, other=float("-inf")).to(tl.float32)
-        return tl.where(bias <= -1000.0, hidden, scores + bias * inverse_scale)
-    return tl.where(tl.load(mask_at, mask=real, other=0) != 0, scores, hidden)
+    else:
+        bias = tl.load(mask_at, mask=real, other=0).to(tl.float32) * 10000.0 - 10000.0
+    return tl.where(bias <= -1000.0, hidden, scores + bias * inverse_scale)
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def spread(x):
     return tl.expand_dims(tl.expand_dims(tl.expand_dims(x, 2), 2), 4)
 
 
-@triton.jit(do_not_specialize=["query_length", "key_length", "padded_length"])
+@triton.jit(do_not_specialize=["query_length", "query_padded", "key_length", "padded_length"])
 def forward_kernel(
     query_ptr,
     key_desc,
@@ -64,7 +65,9 @@ def forward_kernel(
     out_hp_ptr,
     row_max_ptr,
     row_sum_ptr,
+    query_out_ptr,
     query_length,
+    query_padded,
     key_length,
     padded_length,
     heads,
@@ -87,6 +90,7 @@ def forward_kernel(
     QUANTIZE_P: tl.constexpr,
     TRAIN: tl.constexpr,
     PACKED: tl.constexpr,
+    RELOAD: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
     """See the module's docstring.
@@ -105,12 +109,19 @@ def forward_kernel(
     query_at = query_at + rows[:, None].to(tl.int64) * query_row + columns[None, :]
     query = tl.load(query_at, mask=real[:, None], other=0.0).to(tl.float32)
     query = nvfp4_rows(query, ROWS, HEAD_DIM).to(key_desc.dtype)
+    if RELOAD:
+        scratch_at = query_out_ptr + (batch_head.to(tl.int64) * query_padded + rows[:, None]) * HEAD_DIM
+        scratch_at = scratch_at + columns[None, :]
+        tl.store(scratch_at, query)
+        tl.debug_barrier()
+        query = tl.load(scratch_at)
 
     peak = tl.full([ROWS], 1.0, tl.float32) * hidden
     total = tl.zeros([ROWS, 1, 4], tl.float32)
     sums = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     sums_hp = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    tiles = padded_length // TILE
+    # Never 0, and the compiler must see it: a path around the loop would take the accumulators from the tensor cores.
+    tiles = tl.maximum(padded_length // TILE, 1)
     for index in tl.range(0, tiles):
         start = (tiles - 1 - index) * TILE
         at = batch_head * padded_length + start
@@ -160,7 +171,7 @@ def forward_kernel(
         dead = peak * step <= 0.5 * HIDDEN_LOG2
         row_sum = tl.where(dead, 0.0, row_sum)
         row_max = tl.where(dead, float("-inf"), row_max)
-    inverse = 1.0 / row_sum
+    inverse = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
     out = sums * inverse[:, None]
     if MASK != NO_MASK:
         out = tl.where(dead[:, None], 0.0, out)

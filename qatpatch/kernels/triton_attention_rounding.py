@@ -28,20 +28,21 @@ HIDDEN_LOG2 = tl.constexpr(-16777216.0)
 
 @triton.jit
 def round_e2m1(x):
-    """Nearest E2M1 value of finite FP32 numbers, ties to even, saturating at +-6."""
-    magnitude = tl.minimum(tl.abs(x), 8.0)
-    exponent = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
-    magic = exponent.to(tl.float32, bitcast=True) * 6291456.0  # 1.5 * 2^22
-    rounded = tl.minimum((magnitude + magic) - magic, 6.0)
-    return tl.where(x < 0.0, -rounded, rounded)
+    """Nearest E2M1 value of FP32 numbers, ties to even, saturating at +-6; the sign of zero is lost."""
+    x = tl.minimum(tl.maximum(x, -6.0), 6.0)
+    # 1.5 * 2^22 * max(the power of two at or below |x|, 1), put together in its bits
+    magic = tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000) + 0x0B400000, 0x4AC00000)
+    magic = magic.to(tl.float32, bitcast=True)
+    return (x + magic) - magic
 
 
 @triton.jit
 def round_e4m3(x):
     """Nearest E4M3 value of non-negative finite FP32 numbers, ties to even, at most 448, as FP32."""
     x = tl.minimum(x, 448.0)
-    exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000)  # 2^-6, the smallest normal number
-    magic = exponent.to(tl.float32, bitcast=True) * 1572864.0  # 1.5 * 2^20
+    # 1.5 * 2^20 * max(the power of two at or below x, 2^-6), put together in its bits
+    magic = tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000) + 0x0A400000, 0x46C00000)
+    magic = magic.to(tl.float32, bitcast=True)
     return (x + magic) - magic
 
 
@@ -52,13 +53,11 @@ def nvfp4(x, axis: tl.constexpr):
     Exact in every 16-bit type. A group that holds NaN or inf becomes NaN.
     """
     # As integers, the magnitudes of floats keep their order, and inf and NaN come last.
-    top = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=axis, keep_dims=True)
-    finite = top < 0x7F800000
-    amax = tl.where(finite, top, 0).to(tl.float32, bitcast=True)
+    top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=axis, keep_dims=True)
+    amax = tl.where(top < 0x7F800000, top, 0).to(tl.float32, bitcast=True)
     scale = round_e4m3(amax * 0.16666667163372040)  # 1/6 in FP32
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale > 0.0, scale, 1.0))
-    codes = round_e2m1(tl.where(finite, x, 0.0) * inverse)
-    return tl.where(finite, codes * scale, float("nan"))
+    return round_e2m1(x * inverse) * tl.where(top < 0x7F800000, scale, float("nan"))
 
 
 @triton.jit
