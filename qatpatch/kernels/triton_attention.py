@@ -58,6 +58,7 @@ class Launch:
     stages: int
     reload: bool = True
     early: bool = False
+    tma: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,8 +246,8 @@ def _forward(
     queries = torch.empty((batch * heads, padded, head_dim), dtype=operand, device=q.device)
     forward_kernels.forward_kernel[(padded // cut.rows * batch * heads,)](
         q,
-        _rows_of(keys, _TILE),
-        _rows_of(values, _TILE),
+        _rows_of(keys, _TILE, cut),
+        _rows_of(values, _TILE, cut),
         bias,
         _pointer(call.mask, q),
         out,
@@ -271,6 +272,7 @@ def _forward(
         TRAIN=keep,
         PACKED=not call.interpreted,
         RELOAD=cut.reload,
+        TMA=cut.tma,
         OPERAND=_triton_dtype(operand),
         num_warps=cut.warps,
         num_stages=cut.stages,
@@ -305,8 +307,8 @@ def _backward(
         q,
         d_out,
         out_hp.contiguous(),
-        _rows_of(keys, cut.keys),
-        _rows_of(values, cut.keys),
+        _rows_of(keys, cut.keys, cut),
+        _rows_of(values, cut.keys, cut),
         bias,
         _pointer(call.mask, q),
         row_max,
@@ -329,6 +331,7 @@ def _backward(
         TAIL=key_length % cut.keys != 0,
         QUANTIZE_P=call.scheme == "sage3",
         RELOAD=cut.reload,
+        TMA=cut.tma,
         OPERAND=_triton_dtype(operand),
         num_warps=cut.warps,
         num_stages=cut.stages,
@@ -336,10 +339,10 @@ def _backward(
     )
     cut = launch.key_value_gradient
     key_value_gradient_kernel[(triton.cdiv(key_length, cut.keys) * batch * heads,)](
-        _rows_of(queries, cut.rows),
-        _rows_of(d_out_scaled, cut.rows),
-        _rows_of(keys, cut.keys),
-        _rows_of(values, cut.keys),
+        _rows_of(queries, cut.rows, cut),
+        _rows_of(d_out_scaled, cut.rows, cut),
+        _rows_of(keys, cut.keys, cut),
+        _rows_of(values, cut.keys, cut),
         bias,
         _pointer(call.mask, q),
         shift,
@@ -357,6 +360,7 @@ def _backward(
         QUANTIZE_P=call.scheme == "sage3",
         PACKED=not call.interpreted,
         EARLY=cut.early,
+        TMA=cut.tma,
         OPERAND=_triton_dtype(operand),
         num_warps=cut.warps,
         num_stages=cut.stages,
@@ -513,8 +517,10 @@ def _forward_operand(call: _Call) -> torch.dtype:
     return torch.float32 if call.interpreted else torch.bfloat16
 
 
-def _rows_of(operand: torch.Tensor, rows: int) -> TensorDescriptor:
-    """A (B * H, S_pad, D) operand as a descriptor of its rows, read ``rows`` at a time."""
+def _rows_of(operand: torch.Tensor, rows: int, cut: Launch) -> TensorDescriptor | torch.Tensor:
+    """A (B * H, S_pad, D) operand as the kernels' `rows_of` reads it, ``rows`` at a time."""
+    if not cut.tma:
+        return operand
     flat = operand.view(-1, operand.shape[-1])
     return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [rows, flat.shape[1]])
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qatpatch.kernels.triton_attention_forward import FULL_MASK, KEY_MASK, masked_by_pair
+from qatpatch.kernels.triton_attention_forward import FULL_MASK, KEY_MASK, masked_by_pair, rows_of
 from qatpatch.kernels.triton_attention_rounding import HIDDEN_LOG2, LOG2_6, nvfp4_rows, p_scale, quantized_p_bf16
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -37,8 +37,8 @@ def query_gradient_kernel(
     query_ptr,
     d_out_ptr,
     out_hp_ptr,
-    key_desc,
-    value_desc,
+    key_rows,
+    value_rows,
     bias_ptr,
     mask_ptr,
     row_max_ptr,
@@ -75,12 +75,13 @@ def query_gradient_kernel(
     TAIL: tl.constexpr,
     QUANTIZE_P: tl.constexpr,
     RELOAD: tl.constexpr,
+    TMA: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
     """dQ of ``ROWS`` queries, and the operands of `key_value_gradient_kernel` for them.
 
-    ``key_desc`` and ``value_desc`` are (B * H * padded_length, HEAD_DIM) in blocks of KEYS rows; ``out_hp`` and
-    ``d_query`` are contiguous BSHD; ``row_max`` and ``row_sum`` (B * H, query_length).
+    ``key_rows`` and ``value_rows`` are (B * H * padded_length, HEAD_DIM) in blocks of KEYS rows (see `rows_of`);
+    ``out_hp`` and ``d_query`` are contiguous BSHD; ``row_max`` and ``row_sum`` (B * H, query_length).
     """
     blocks = query_padded // ROWS
     batch_head = tl.program_id(0) // blocks
@@ -126,8 +127,8 @@ def query_gradient_kernel(
     for index in tl.range(0, steps):
         start = index * KEYS
         at = batch_head * padded_length + start
-        key = key_desc.load([at, 0])
-        value = value_desc.load([at, 0])
+        key = rows_of(key_rows, at, KEYS, HEAD_DIM, TMA)
+        value = rows_of(value_rows, at, KEYS, HEAD_DIM, TMA)
         scores = tl.dot(query, tl.trans(key))
         d_p = tl.dot(d_out, tl.trans(value))
         if MASK == KEY_MASK:
@@ -150,10 +151,10 @@ def query_gradient_kernel(
 
 @triton.jit(do_not_specialize=["query_length", "query_padded", "key_length", "padded_length"])
 def key_value_gradient_kernel(
-    query_desc,
-    d_out_desc,
-    key_desc,
-    value_desc,
+    query_rows,
+    d_out_rows,
+    key_rows,
+    value_rows,
     bias_ptr,
     mask_ptr,
     shift_ptr,
@@ -181,12 +182,13 @@ def key_value_gradient_kernel(
     QUANTIZE_P: tl.constexpr,
     PACKED: tl.constexpr,
     EARLY: tl.constexpr,
+    TMA: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
     """dK and dV of ``KEYS`` keys, contiguous BSHD.
 
-    ``query_desc`` and ``d_out_desc`` are (B * H * query_padded, HEAD_DIM) in blocks of ROWS rows, ``key_desc`` and
-    ``value_desc`` (B * H * padded_length, HEAD_DIM) in blocks of KEYS rows. Needs no mask for the rows past the last
+    ``query_rows`` and ``d_out_rows`` are (B * H * query_padded, HEAD_DIM) in blocks of ROWS rows, ``key_rows`` and
+    ``value_rows`` (B * H * padded_length, HEAD_DIM) in blocks of KEYS rows. Needs no mask for the rows past the last
     key, which repeat it (see `triton_attention_operands`).
     """
     blocks = tl.cdiv(key_length, KEYS)
@@ -196,8 +198,8 @@ def key_value_gradient_kernel(
     first = (tl.program_id(0) % blocks) * KEYS
     keys = first + tl.arange(0, KEYS)
     columns = tl.arange(0, HEAD_DIM)
-    key = key_desc.load([batch_head * padded_length + first, 0])
-    value = value_desc.load([batch_head * padded_length + first, 0])
+    key = rows_of(key_rows, batch_head * padded_length + first, KEYS, HEAD_DIM, TMA)
+    value = rows_of(value_rows, batch_head * padded_length + first, KEYS, HEAD_DIM, TMA)
     if MASK == KEY_MASK:
         bias = tl.load(bias_ptr + batch_head.to(tl.int64) * padded_length + keys)
 
@@ -209,8 +211,8 @@ def key_value_gradient_kernel(
     for index in tl.range(0, steps):
         start = index * ROWS
         at = batch_head * query_padded + start
-        query = query_desc.load([at, 0])
-        d_out = d_out_desc.load([at, 0])
+        query = rows_of(query_rows, at, ROWS, HEAD_DIM, TMA)
+        d_out = rows_of(d_out_rows, at, ROWS, HEAD_DIM, TMA)
         shift = tl.load(shift_ptr + stats_at + start)
         delta = tl.load(delta_ptr + stats_at + start)
         if EARLY:

@@ -49,6 +49,18 @@ def masked_by_pair(scores, mask_at, real, inverse_scale, hidden, ADDITIVE: tl.co
 
 
 @triton.jit
+def rows_of(operand, first, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, TMA: tl.constexpr):
+    """``ROWS`` rows of a contiguous operand (rows, HEAD_DIM) whose rows are padded to whole blocks.
+
+    ``operand`` is a tensor descriptor for TMA (sm_90 and newer), else a pointer; the loads need no bounds check.
+    """
+    if TMA:
+        return operand.load([first, 0])
+    rows = tl.arange(0, ROWS)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    return tl.load(operand + first.to(tl.int64) * HEAD_DIM + rows)
+
+
+@triton.jit
 def spread(x):
     """(rows, groups) as (rows, groups, 1, 1, 1)."""
     return tl.expand_dims(tl.expand_dims(tl.expand_dims(x, 2), 2), 4)
@@ -57,8 +69,8 @@ def spread(x):
 @triton.jit(do_not_specialize=["query_length", "query_padded", "key_length", "padded_length"])
 def forward_kernel(
     query_ptr,
-    key_desc,
-    value_desc,
+    key_rows,
+    value_rows,
     bias_ptr,
     mask_ptr,
     out_ptr,
@@ -91,12 +103,13 @@ def forward_kernel(
     TRAIN: tl.constexpr,
     PACKED: tl.constexpr,
     RELOAD: tl.constexpr,
+    TMA: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
     """See the module's docstring.
 
-    ``key_desc`` and ``value_desc`` are (B * H * padded_length, HEAD_DIM) in blocks of 64 rows; their element types are
-    those of the two dot products. ``TAIL`` says that the last tile is not full (and no mask says so).
+    ``key_rows`` and ``value_rows`` are (B * H * padded_length, HEAD_DIM) of type OPERAND, as `rows_of` wants them; as
+    descriptors, in blocks of 64 rows. ``TAIL`` says that the last tile is not full (and no mask says so).
     """
     blocks = tl.cdiv(query_length, ROWS)
     batch_head = tl.program_id(0) // blocks
@@ -108,7 +121,7 @@ def forward_kernel(
     query_at = query_ptr + batch * query_batch + head * query_head
     query_at = query_at + rows[:, None].to(tl.int64) * query_row + columns[None, :]
     query = tl.load(query_at, mask=real[:, None], other=0.0).to(tl.float32)
-    query = nvfp4_rows(query, ROWS, HEAD_DIM).to(key_desc.dtype)
+    query = nvfp4_rows(query, ROWS, HEAD_DIM).to(OPERAND)
     if RELOAD:
         scratch_at = query_out_ptr + (batch_head.to(tl.int64) * query_padded + rows[:, None]) * HEAD_DIM
         scratch_at = scratch_at + columns[None, :]
@@ -125,7 +138,7 @@ def forward_kernel(
     for index in tl.range(0, tiles):
         start = (tiles - 1 - index) * TILE
         at = batch_head * padded_length + start
-        scores = tl.dot(query, tl.trans(key_desc.load([at, 0])))
+        scores = tl.dot(query, tl.trans(rows_of(key_rows, at, TILE, HEAD_DIM, TMA)))
         if MASK == KEY_MASK:
             bias = tl.load(bias_ptr + batch_head.to(tl.int64) * padded_length + start + tl.arange(0, TILE))
             scores = scores + bias[None, :]
@@ -144,7 +157,7 @@ def forward_kernel(
         new_peak = tl.maximum(peak, tl.max(amax, axis=1))
         rescale = tl.exp2((peak - new_peak) * step)
         peak = new_peak
-        value = value_desc.load([at, 0])
+        value = rows_of(value_rows, at, TILE, HEAD_DIM, TMA)
         if QUANTIZE_P:
             x = tl.exp2(tl.fma(groups, step, spread(tl.fma(amax, -step, LOG2_6))))
             sixth = tl.exp2(tl.fma(amax, step, tl.expand_dims(-(peak * step) - LOG2_6, 1)))
