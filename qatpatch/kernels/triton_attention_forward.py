@@ -55,9 +55,11 @@ def rows_of(operand, first, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, TMA: tl.
     ``operand`` is a tensor descriptor for TMA (sm_90 and newer), else a pointer; the loads need no bounds check.
     """
     if TMA:
-        return operand.load([first, 0])
-    rows = tl.arange(0, ROWS)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    return tl.load(operand + first.to(tl.int64) * HEAD_DIM + rows)
+        block = operand.load([first, 0])
+    else:
+        at = tl.arange(0, ROWS)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        block = tl.load(operand + first.to(tl.int64) * HEAD_DIM + at)
+    return block
 
 
 @triton.jit
