@@ -71,21 +71,27 @@ class Launches:
     key_value_gradient: Launch
 
 
+def _uniform(launch: Launch, **others: Launch) -> Launches:
+    names = ("train", "infer", "query_gradient", "key_value_gradient")
+    return Launches(**{name: others.get(name, launch) for name in names})
+
+
+_WGMMA = Launch(rows=64, keys=64, warps=4, stages=2)
+_TCGEN05 = Launch(rows=128, keys=64, warps=8, stages=2)
+_MMA_SYNC = Launch(rows=64, keys=64, warps=4, stages=2, tma=False)
+_MMA_SYNC_WIDE = Launch(rows=64, keys=64, warps=8, stages=2, tma=False)
+
 # By compute capability's major number and head dimension. Chosen for sm_90 by measurement on an H200; elsewhere by
 # what compiles without spilling registers and fits the shared memory.
 LAUNCHES: dict[tuple[int, int], Launches] = {
-    (9, 128): Launches(
-        train=Launch(rows=64, keys=64, warps=4, stages=3),
-        infer=Launch(rows=64, keys=64, warps=4, stages=3),
-        query_gradient=Launch(rows=64, keys=64, warps=4, stages=2),
-        key_value_gradient=Launch(rows=64, keys=64, warps=4, stages=2),
-    ),
-    (9, 64): Launches(
-        train=Launch(rows=64, keys=64, warps=4, stages=3),
-        infer=Launch(rows=64, keys=64, warps=4, stages=3),
-        query_gradient=Launch(rows=64, keys=64, warps=4, stages=3),
-        key_value_gradient=Launch(rows=64, keys=64, warps=4, stages=3),
-    ),
+    (8, 64): _uniform(_MMA_SYNC, key_value_gradient=Launch(rows=32, keys=64, warps=4, stages=2, tma=False)),
+    (8, 128): _uniform(_MMA_SYNC_WIDE, infer=_MMA_SYNC),
+    (9, 64): _uniform(_WGMMA),
+    (9, 128): _uniform(_WGMMA),
+    (10, 64): _uniform(_TCGEN05, key_value_gradient=Launch(rows=64, keys=128, warps=8, stages=2)),
+    (10, 128): _uniform(_TCGEN05, key_value_gradient=Launch(rows=64, keys=128, warps=8, stages=2)),
+    (12, 64): _uniform(_MMA_SYNC, key_value_gradient=Launch(rows=32, keys=64, warps=4, stages=2, tma=False)),
+    (12, 128): _uniform(_MMA_SYNC_WIDE, infer=_MMA_SYNC),
 }
 
 

@@ -26,13 +26,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qatpatch.kernels.triton_attention_forward import FULL_MASK, KEY_MASK, masked_by_pair, rows_of
+from qatpatch.kernels.triton_attention_forward import FULL_MASK, KEY_MASK, masked_by_pair, rows_of, whole_tiles
 from qatpatch.kernels.triton_attention_rounding import HIDDEN_LOG2, LOG2_6, nvfp4_rows, p_scale, quantized_p_bf16
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["query_length", "query_padded", "key_length", "padded_length"])
+@triton.jit(do_not_specialize=["query_length", "query_padded", "key_length", "padded_length", "heads"])
 def query_gradient_kernel(
     query_ptr,
     d_out_ptr,
@@ -83,6 +83,7 @@ def query_gradient_kernel(
     ``key_rows`` and ``value_rows`` are (B * H * padded_length, HEAD_DIM) in blocks of KEYS rows (see `rows_of`);
     ``out_hp`` and ``d_query`` are contiguous BSHD; ``row_max`` and ``row_sum`` (B * H, query_length).
     """
+    padded_length = whole_tiles(padded_length)
     blocks = query_padded // ROWS
     batch_head = tl.program_id(0) // blocks
     batch = (batch_head // heads).to(tl.int64)
@@ -149,7 +150,7 @@ def query_gradient_kernel(
     tl.store(d_query_ptr + out_at, (sums * scale).to(d_query_ptr.dtype.element_ty), mask=real[:, None])
 
 
-@triton.jit(do_not_specialize=["query_length", "query_padded", "key_length", "padded_length"])
+@triton.jit(do_not_specialize=["query_length", "query_padded", "key_length", "padded_length", "heads"])
 def key_value_gradient_kernel(
     query_rows,
     d_out_rows,
@@ -191,6 +192,7 @@ def key_value_gradient_kernel(
     ``value_rows`` (B * H * padded_length, HEAD_DIM) in blocks of KEYS rows. Needs no mask for the rows past the last
     key, which repeat it (see `triton_attention_operands`).
     """
+    padded_length = whole_tiles(padded_length)
     blocks = tl.cdiv(key_length, KEYS)
     batch_head = tl.program_id(0) // blocks
     batch = (batch_head // heads).to(tl.int64)

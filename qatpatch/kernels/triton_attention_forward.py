@@ -39,6 +39,12 @@ FULL_MASK = tl.constexpr(2)  # mask_ptr: as the caller gave it
 
 
 @triton.jit
+def whole_tiles(length):
+    """A padded length, so written that the compiler sees it to be a multiple of 64 without compiling for each length."""
+    return length // TILE * TILE
+
+
+@triton.jit
 def masked_by_pair(scores, mask_at, real, inverse_scale, hidden, ADDITIVE: tl.constexpr):
     """Scores with a mask that depends on query and key applied; ``real`` says which pairs exist."""
     if ADDITIVE:
@@ -68,7 +74,7 @@ def spread(x):
     return tl.expand_dims(tl.expand_dims(tl.expand_dims(x, 2), 2), 4)
 
 
-@triton.jit(do_not_specialize=["query_length", "query_padded", "key_length", "padded_length"])
+@triton.jit(do_not_specialize=["query_length", "query_padded", "key_length", "padded_length", "heads"])
 def forward_kernel(
     query_ptr,
     key_rows,
@@ -113,6 +119,7 @@ def forward_kernel(
     ``key_rows`` and ``value_rows`` are (B * H * padded_length, HEAD_DIM) of type OPERAND, as `rows_of` wants them; as
     descriptors, in blocks of 64 rows. ``TAIL`` says that the last tile is not full (and no mask says so).
     """
+    padded_length = whole_tiles(padded_length)
     blocks = tl.cdiv(query_length, ROWS)
     batch_head = tl.program_id(0) // blocks
     batch = (batch_head // heads).to(tl.int64)

@@ -17,7 +17,7 @@ import triton.language as tl
 from qatpatch.kernels.triton_attention_rounding import nvfp4_columns, nvfp4_rows
 
 
-@triton.jit(do_not_specialize=["key_length", "padded_length"])
+@triton.jit(do_not_specialize=["key_length", "padded_length", "heads"])
 def quantize_key_value_kernel(
     key_ptr,
     value_ptr,
@@ -99,7 +99,7 @@ def quantize_rows(
     tl.store(out_at, values.to(out_ptr.dtype.element_ty), mask=real)
 
 
-@triton.jit(do_not_specialize=["query_programs", "query_length", "key_length"])
+@triton.jit(do_not_specialize=["query_programs", "query_length", "key_length", "heads"])
 def quantize_query_key_kernel(
     query_ptr,
     key_ptr,
