@@ -18,7 +18,7 @@ from qatpatch import nvfp4
 from qatpatch.errors import PlanError
 from qatpatch.linear import QATLinear
 from qatpatch.patch import patch_record
-from qatpatch.plan import unwrap
+from qatpatch.units import unwrap
 
 
 class _Maximum:
@@ -38,7 +38,8 @@ def calibrate(model: nn.Module) -> Iterator[None]:
     Inside, activations are quantized dynamically. Layers that no forward reached keep what they had.
 
     Raises:
-        PlanError: the model is not patched, is deployed, or was not patched with ``input_scale="static"``; or, at the end,
+        PlanError: the model is not patched, is deployed, or was not patched with ``input_scale="static"``; or, at
+            the end,
             no forward ran inside.
     """
     model = unwrap(model)
@@ -49,7 +50,8 @@ def calibrate(model: nn.Module) -> Iterator[None]:
         raise PlanError("calibrate works on a patched model before deploy: the scales are part of what is trained")
     if any(layer.quantization.settings.input_scale != "static" for layer in layers):
         raise PlanError(
-            "this model was patched with another input_scale; call qatpatch.apply(model, input_scale='static') to use calibrated "
+            "this model was patched with another input_scale; call qatpatch.apply(model, input_scale='static') "
+            "to use calibrated "
             "scales"
         )
     maxima = [_Maximum() for _ in layers]

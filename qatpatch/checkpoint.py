@@ -1,8 +1,8 @@
 """`save` and `load` of deployed models: one safetensors file that says all about itself, and a config.json beside it.
 
 =========================  =====================================================================================
-header metadata            ``format`` "qatpatch", ``version``, and ``description``: JSON with the model's class and config,
-                           every packed layer (logical shape, settings, dtypes) and every attention (scheme, kernel)
+header metadata            ``qatpatch``: JSON with the format version, the model's class and config, every packed layer
+                           (logical shape, settings, dtypes) and every attention (scheme)
 tensors                    the state dict: ``X.weight_packed``, ``X.weight_scale``, ``X.weight_global_scale`` (uint8),
                            ``X.bias``, retained ``X.dense_weight``, and everything that was not patched
 config.json                the same description for people and other tools; `load` reads the header
@@ -31,13 +31,14 @@ from qatpatch import dispatch, nvfp4
 from qatpatch.errors import CheckpointError, PlanError
 from qatpatch.linear import COMPUTE_DTYPES, LinearSettings, LinearState, NVFP4Linear
 from qatpatch.patch import Record, is_purged, layer_state, patch_record, replace_module
-from qatpatch.plan import RECORD, is_graph, unwrap
+from qatpatch.plan import RECORD
 from qatpatch.swap import bind_infer
 from qatpatch.switch import AttentionChoice, Switch
+from qatpatch.units import is_graph, unwrap
 
 logger = logging.getLogger("qatpatch")
 
-FORMAT = "qatpatch"
+HEADER_KEY = "qatpatch"
 VERSION = "1"
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 CONFIG_NAME = "config.json"
@@ -57,7 +58,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         record = patch_record(model)
     except PlanError as error:
         raise CheckpointError(
-            f"save writes deployed models: {error} Then call qatpatch.deploy(model); for a model that is still training, "
+            f"save writes deployed models: {error} Then call qatpatch.deploy(model); for a model that is still "
+            f"training, "
             "qatpatch.export writes formats of other tools"
         ) from error
     if not record.deployed:
@@ -70,8 +72,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     description = _describe(model, record)
     tensors = {name: _writable(name, tensor) for name, tensor in model.state_dict().items()}
     directory = Path(path)
-    text = json.dumps(description, indent=2, sort_keys=True)
-    metadata = {"format": FORMAT, "version": VERSION, "description": text}
+    # One key: safetensors writes several in no fixed order, and equal models should be equal files.
+    metadata = {HEADER_KEY: json.dumps({"version": VERSION, **description})}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _replace(directory / WEIGHTS_NAME, lambda temporary: _write_tensors(tensors, temporary, metadata))
@@ -93,7 +95,8 @@ def load(
     Args:
         path: the directory (or the safetensors file in it).
         device: where the model goes.
-        dtype: float32, bfloat16 or float16 for everything that is not packed; default: as saved. Packed weights and scales
+        dtype: float32, bfloat16 or float16 for everything that is not packed; default: as saved. Packed weights
+            and scales
             never change.
         model: an unpatched instance of the saved architecture to load into, on any device or meta; needed only for
             models that are not diffusers', which cannot be rebuilt from their config.
@@ -172,7 +175,7 @@ def _config_json(description: dict[str, Any]) -> str:
     """diffusers' config keys, with ours beside them."""
     rest = {key: value for key, value in description.items() if key not in ("class", "config")}
     config = {"_class_name": description["class"], **description["config"]}
-    return json.dumps({**config, "qatpatch": {"version": VERSION, **rest}}, indent=2, sort_keys=True) + "\n"
+    return json.dumps({**config, "qatpatch": {"version": VERSION, **rest}}, indent=2) + "\n"
 
 
 def _writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -225,22 +228,25 @@ def _read(file: Path, device: torch.device | str) -> tuple[dict[str, Any], dict[
 
 
 def _parse(metadata: dict[str, str], file: Path) -> dict[str, Any]:
-    if metadata.get("format") != FORMAT or "description" not in metadata:
+    if HEADER_KEY not in metadata:
+        found = f"its header says {', '.join(sorted(metadata))}" if metadata else "its header says nothing"
         raise CheckpointError(
-            f"{file} was not written by qatpatch.save (its header says format={metadata.get('format')!r}); packed NVFP4 of other "
-            "tools differs in nibble order and scale layout and cannot be told by shape, so it is not guessed at"
-        )
-    if metadata.get("version") != VERSION:
-        raise CheckpointError(
-            f"{file} has format version {metadata.get('version')!r}, and this qatpatch reads {VERSION!r}; use the version that wrote it"
+            f"{file} was not written by qatpatch.save ({found}); packed NVFP4 of other tools differs in nibble "
+            f"order and "
+            "scale layout and cannot be told by shape, so it is not guessed at"
         )
     try:
-        description = json.loads(metadata["description"])
+        description = json.loads(metadata[HEADER_KEY])
     except ValueError as error:
         raise CheckpointError(f"the description in {file} is damaged: {error}") from error
+    version = description.get("version") if isinstance(description, dict) else None
+    if version != VERSION:
+        raise CheckpointError(
+            f"{file} has format version {version!r}, and this qatpatch reads {VERSION!r}; use the version that wrote it"
+        )
     wanted = {"class": str, "config": dict, "linears": dict, "attentions": dict, "profile": str, "scheme": str}
     for key, kind in wanted.items():
-        if not isinstance(description, dict) or not isinstance(description.get(key), kind):
+        if not isinstance(description.get(key), kind):
             raise CheckpointError(f"the description in {file} lacks {key!r}")
     return description
 
@@ -253,7 +259,8 @@ def _skeleton(description: dict[str, Any]) -> nn.Module:
     cls = getattr(diffusers, name, None) if name.isidentifier() and not name.startswith("_") else None
     if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)):
         raise CheckpointError(
-            f"the checkpoint holds a {name}, which is no model of the installed diffusers; pass model=, an unpatched instance of it"
+            f"the checkpoint holds a {name}, which is no model of the installed diffusers; pass model=, an "
+            f"unpatched instance of it"
         )
     try:
         with _ParametersOnMeta():
@@ -328,11 +335,15 @@ def _packed_on_meta(name: str, layer: dict[str, Any], switch: Switch) -> NVFP4Li
         block_scale=torch.empty((rows, width // nvfp4.BLOCK_SIZE), **empty),
         global_scale=torch.empty((), device="meta", dtype=torch.float32),
         in_features=columns,
-        bias=torch.empty(rows, device="meta", dtype=dtype) if layer["bias"] else None,
-        dense_weight=torch.empty((rows, columns), device="meta", dtype=dtype) if layer["retained"] else None,
+        bias=_meta_parameter(dtype, rows) if layer["bias"] else None,
+        dense_weight=_meta_parameter(dtype, rows, columns) if layer["retained"] else None,
         dtype=dtype,
         quantization=state,
     )
+
+
+def _meta_parameter(dtype: torch.dtype, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device="meta", dtype=dtype), requires_grad=False)
 
 
 def _expect_linear(model: nn.Module, name: str, path: str, layer: dict[str, Any]) -> None:
@@ -345,7 +356,9 @@ def _submodule(model: nn.Module, name: str, path: str) -> nn.Module:
     try:
         return model.get_submodule(path)
     except AttributeError as error:
-        raise CheckpointError(f"the checkpoint has {name}, and the model built from its config has no {path}") from error
+        raise CheckpointError(
+            f"the checkpoint has {name}, and the model built from its config has no {path}"
+        ) from error
 
 
 def _fill(model: nn.Module, tensors: dict[str, torch.Tensor], file: Path) -> None:
@@ -360,9 +373,7 @@ def _fill(model: nn.Module, tensors: dict[str, torch.Tensor], file: Path) -> Non
         parameter.requires_grad_(False)
 
 
-def _move_rest(
-    model: nn.Module, device: torch.device, computed: dict[str, str], dtype: torch.dtype | None
-) -> None:
+def _move_rest(model: nn.Module, device: torch.device, computed: dict[str, str], dtype: torch.dtype | None) -> None:
     """Move and convert computed buffers (not in the file), and prove that nothing is left on meta."""
     model.to(device)
     for name, saved_dtype in computed.items():
@@ -370,7 +381,9 @@ def _move_rest(
         buffers = _submodule(model, name, owner)._buffers
         target = dtype or getattr(torch, saved_dtype, None)
         if not isinstance(target, torch.dtype) or buffers.get(child) is None:
-            raise CheckpointError(f"the checkpoint was saved with a computed buffer {name} ({saved_dtype}), and the model has none")
+            raise CheckpointError(
+                f"the checkpoint was saved with a computed buffer {name} ({saved_dtype}), and the model has none"
+            )
         buffers[child] = buffers[child].to(target)
     left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if left:
@@ -379,5 +392,3 @@ def _move_rest(
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qatpatch.patch import patch_record
-from qatpatch.plan import RECORD, build_plan, unwrap
-from qatpatch.receipts import _Receipt
+from qatpatch.plan import RECORD, build_plan
+from qatpatch.receipts import Receipt, Table
+from qatpatch.units import unwrap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class AttentionCall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditReport(_Receipt):
+class AuditReport(Receipt):
     """What one forward reached.
 
     Attributes:
@@ -61,9 +62,9 @@ class AuditReport(_Receipt):
         """Targets whose forward never ran: patching them does nothing."""
         return tuple(name for name, reached in self.reached.items() if not reached)
 
-    def _tables(self) -> list[tuple[str, Sequence[Sequence[str]]]]:
+    def _tables(self) -> list[Table]:
         done = sum(self.reached.values())
-        tables: list[tuple[str, Sequence[Sequence[str]]]] = [(f"{done} of {len(self.reached)} targets reached", [])]
+        tables: list[Table] = [(f"{done} of {len(self.reached)} targets reached", [])]
         if self.unreached:
             tables.append(("", [("never reached",), *((name,) for name in self.unreached)]))
         if self.stray_weights:
@@ -78,7 +79,8 @@ def audit(model: nn.Module, **inputs: Any) -> AuditReport:
     """Run one forward of ``model`` with ``inputs`` and report what it reached.
 
     Args:
-        model: a patched model (its targets are audited), or an unpatched one (those that ``profile="auto"`` would patch).
+        model: a patched model (its targets are audited), or an unpatched one (those that ``profile="auto"`` would
+            patch).
         inputs: what the model's forward takes, on its device; meta tensors for a meta model.
 
     Raises:

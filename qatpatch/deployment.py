@@ -1,7 +1,8 @@
 """`deploy`: pack every patched linear to NVFP4, purge the originals, bind the attention kernels.
 
 Everything that can fail is checked before the first layer changes. Then one layer at a time is packed, put in place and
-its dense weight let go, so that the peak is the model plus one layer. Weights are packed in the dtype that training quantized
+its dense weight let go, so that the peak is the model plus one layer. Weights are packed in the dtype that training
+quantized
 them in. Layers that may still have to run dense (the refine-only ones, or all on request) keep their weight beside the
 packed one. Memory is measured, and where a dense weight outlives its layer the receipt names who holds it.
 """
@@ -22,11 +23,11 @@ from qatpatch import kernels
 from qatpatch.errors import PlanError
 from qatpatch.graphs import forget_original
 from qatpatch.linear import NVFP4Linear, QATLinear
-from qatpatch.patch import Record, layer_state, move_hooks, patch_record, replace_module
-from qatpatch.plan import is_graph, unwrap
+from qatpatch.patch import Record, device_of, layer_state, move_hooks, patch_record, replace_module
 from qatpatch.receipts import DeployReport
 from qatpatch.swap import bind_infer
 from qatpatch.switch import AttentionChoice
+from qatpatch.units import is_graph, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -39,7 +40,8 @@ def deploy(
 
     Args:
         model: a patched model, or a wrapper of one.
-        retain_original_weights: keep every dense weight beside the packed one, so that `dense` works and `remove` can undo.
+        retain_original_weights: keep every dense weight beside the packed one, so that `dense` works and `remove`
+            can undo.
             By default only the refine-only layers keep theirs (they run dense in the stage ``base``).
         attention_kernel: a kernel's name or ``"native"``; default: the first usable one of the trained scheme.
 
@@ -47,7 +49,8 @@ def deploy(
         A `DeployReport` with the bytes before, after and freed, measured.
 
     Raises:
-        PlanError: the model is not patched, is deployed already, or has layers that cannot be packed now (meta or sharded
+        PlanError: the model is not patched, is deployed already, or has layers that cannot be packed now (meta or
+            sharded
             weights, offload hooks, the patch taken out); it is untouched.
         KernelUnavailable: no kernel of the trained scheme is usable here; the model is untouched.
     """
@@ -114,7 +117,9 @@ def _check(model: nn.Module, layers: dict[str, nn.Module]) -> None:
         elif type(layer.weight).__name__ == "DTensor":
             problems.append(f"{name} is sharded; gather the full weights first")
         elif "forward" in vars(layer):
-            problems.append(f"{name} has a hook (offload, layerwise casting) that replaced its forward; take it off first")
+            problems.append(
+                f"{name} has a hook (offload, layerwise casting) that replaced its forward; take it off first"
+            )
     if problems:
         shown = problems[:10] + ([f"... and {len(problems) - 10} more"] if len(problems) > 10 else [])
         raise PlanError(
@@ -122,18 +127,16 @@ def _check(model: nn.Module, layers: dict[str, nn.Module]) -> None:
         )
 
 
-def _attention_choices(
-    model: nn.Module, record: Record, kernel: str | None
-) -> list[tuple[Any, AttentionChoice]]:
+def _attention_choices(model: nn.Module, record: Record, kernel: str | None) -> list[tuple[Any, AttentionChoice]]:
     choices = []
     for paths in record.attentions.values():
         module = model.get_submodule(paths[0])
         state = layer_state("attention", module)
         if state is None:
-            raise PlanError(f"{paths[0]} lost its QAT attention (set_attn_processor?); it is untouched: remove and apply again")
-        parameter = next(module.parameters(), None)
-        device = torch.device("cpu") if parameter is None else parameter.device
-        choice, _ = bind_infer(state.scheme, device, kernel)
+            raise PlanError(
+                f"{paths[0]} lost its QAT attention (set_attn_processor?); it is untouched: remove and apply again"
+            )
+        choice, _ = bind_infer(state.scheme, device_of(module, model), kernel)
         choices.append((state, AttentionChoice(mode="deployed", scheme=choice.scheme, kernel=choice.kernel)))
     return choices
 
@@ -160,7 +163,9 @@ def _receipt(
         module = model.get_submodule(paths[0])
         rows[name] = kernels.kernel_named(module.quantization.kernel("deploy", module.weight_packed.device))
     for name, paths in record.attentions.items():
-        rows[name] = kernels.kernel_named(layer_state("attention", model.get_submodule(paths[0])).deployed.kernel)
+        module = model.get_submodule(paths[0])
+        state = layer_state("attention", module)
+        rows[name] = kernels.kernel_named(state.kernel(state.deployed, device_of(module, model))[1])
     report = DeployReport(
         model_class=type(model).__name__,
         packed=tuple(record.linears),

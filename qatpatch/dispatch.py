@@ -7,7 +7,8 @@ of diffusers' closed enum: it enters none of the enum's maps and replaces nothin
 see it. ``_attention_backend`` is a property: `set_attention_backend` on a patched model reaches only what its attention
 runs outside ours (`dense`), and never takes the quantized attention out.
 
-``__call__`` keeps its signature (LTX-2 filters arguments by it). Masks are honoured by the kernels or refused; what a QAT attention
+``__call__`` keeps its signature (LTX-2 filters arguments by it). Masks are honoured by the kernels or refused; what a
+QAT attention
 cannot do (causal, dropout, grouped heads, context parallelism) is refused too: diffusers itself would drop it.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,9 +30,9 @@ from qatpatch.recomputation import Call, CallHistory, remember
 from qatpatch.switch import AttentionChoice, Switch
 
 _TRAIN = AttentionChoice(mode="train")
-# The call of the patched processor that runs in this context, and its own dense backend: a backend entry is shared by all
-# processors, and its output is the tensor that must remember the call.
-_RUNNING: contextvars.ContextVar[tuple[Call | None, Any]] = contextvars.ContextVar("running", default=(None, None))
+# A registry entry is shared by all processors, so what belongs to one call travels beside it. Compiled regions do
+# without.
+_RUNNING: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("qatpatch_running", default=None)
 
 
 class AttentionState:
@@ -42,7 +44,6 @@ class AttentionState:
         deployed: what runs after deploy when no block is open; None before.
         dense_backend: the processor's own backend, for mode ``"dense"``.
         original: the processor that was there before.
-        backend: the registry entry that the processor answers during a call.
     """
 
     def __init__(self, scheme: str, switch: Switch, original: Any) -> None:
@@ -52,7 +53,6 @@ class AttentionState:
         self.dense_backend: Any = getattr(original, "_attention_backend", None)
         self.original = original
         self.history = CallHistory()
-        self.backend: Any = None
         self._kernels: dict[str, str] = {}
 
     @property
@@ -73,12 +73,14 @@ class AttentionState:
             self._kernels[key] = kernels.resolved_name("attention", stage, scheme, str(device))
         return scheme, self._kernels[key]
 
-    def bind(self, choice: AttentionChoice, device: torch.device, call: Call | None) -> None:
-        """Choose the backend entry that the processor answers during this call."""
-        if choice.mode == "dense":
-            self.backend = self.dense_backend if call is None else backend_entry("dense", "", "")
-        else:
-            self.backend = backend_entry(choice.mode, *self.kernel(choice, device))
+
+@dataclass(frozen=True)
+class _Running:
+    """One call of a patched processor: what it must compute, and the `Call` that its output must remember."""
+
+    state: AttentionState
+    choice: AttentionChoice
+    call: Call | None
 
 
 def unsupported_reason(module: nn.Module) -> str | None:
@@ -87,7 +89,10 @@ def unsupported_reason(module: nn.Module) -> str | None:
     if processor is None:
         return "It has no attention processor, so there is no seam to patch."
     if isinstance(processor, nn.Module):
-        return f"Its processor {type(processor).__name__} is a module of its own, which cannot be copied without its weights."
+        return (
+            f"Its processor {type(processor).__name__} is a module of its own, which cannot be copied "
+            f"without its weights."
+        )
     if getattr(processor, "qatpatch_kind", None):
         return "It is patched already."
     if not hasattr(type(processor), "_attention_backend"):
@@ -131,6 +136,10 @@ def attach(module: nn.Module, scheme: str, switch: Switch) -> None:
     processor.__class__ = _patched_class(type(original))
     processor.quantization = AttentionState(scheme, switch, original)
     module.processor = processor
+    # Entries that come later would invalidate graphs compiled before them.
+    backend_entry("dense", "", None)
+    for mode in ("train", "infer", "deployed"):
+        backend_entry(mode, scheme, None)
 
 
 def detach(module: nn.Module) -> None:
@@ -139,18 +148,21 @@ def detach(module: nn.Module) -> None:
 
 
 @torch.compiler.assume_constant_result
-def backend_entry(mode: str, scheme: str, kernel: str) -> Any:
-    """The registry entry that runs ``kernel``; added to diffusers' registry on first use."""
+def backend_entry(mode: str, scheme: str, kernel: str | None) -> Any:
+    """The registry entry that runs attention in ``mode``: a constant to the compiler."""
+    return _registered(mode, scheme, kernel)
+
+
+@functools.cache
+def _registered(mode: str, scheme: str, kernel: str | None) -> Any:
+    """Add an entry to diffusers' registry, on first use."""
     from diffusers.models.attention_dispatch import (
         AttentionBackendName,
         _AttentionBackendRegistry,
         dispatch_attention_fn,
     )
 
-    name = f"qatpatch_{mode}_{scheme}_{kernel}"
-    for known in _AttentionBackendRegistry._backends:
-        if known == name:
-            return known
+    name = "_".join(("qatpatch", mode, scheme, kernel or "any"))
     entry = str.__new__(AttentionBackendName, name)
     entry._name_, entry._value_ = name, name
 
@@ -165,12 +177,21 @@ def backend_entry(mode: str, scheme: str, kernel: str) -> Any:
         enable_gqa: bool = False,
         _parallel_config: Any = None,
     ) -> torch.Tensor:
-        call, dense = (None, None) if torch.compiler.is_compiling() else _RUNNING.get()
+        running = None if torch.compiler.is_compiling() else _RUNNING.get()
         if mode == "dense":
             arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-            return remember(dispatch_attention_fn(*arguments, backend=dense, parallel_config=_parallel_config), call)
-        refuse_unsupported(dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa, parallel=_parallel_config is not None)
-        return remember(run_attention(query, key, value, attn_mask, scale, mode=mode, scheme=scheme, kernel=kernel), call)
+            dense = running.state.dense_backend
+            out = dispatch_attention_fn(*arguments, backend=dense, parallel_config=_parallel_config)
+        else:
+            parallel = _parallel_config is not None
+            refuse_unsupported(
+                dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa, context_parallel=parallel
+            )
+            name = kernel
+            if running is not None:
+                name = running.state.kernel(running.choice, query.device)[1]
+            out = run_attention(query, key, value, attn_mask, scale, mode=mode, scheme=scheme, kernel=name)
+        return out if running is None else remember(out, running.call)
 
     _AttentionBackendRegistry.register(entry)(backend)
     return entry
@@ -185,18 +206,21 @@ def run_attention(
     *,
     mode: str,
     scheme: str,
-    kernel: str,
+    kernel: str | None,
 ) -> torch.Tensor:
     """Quantized attention, BSHD in and out, in autocast's dtype where autocast is on (as SDPA does).
 
-    Mode ``"train"`` is differentiable, ``"infer"`` refuses to lose gradients, and ``"deployed"`` is ``"infer"`` except that adapters
+    Mode ``"train"`` is differentiable, ``"infer"`` refuses to lose gradients, and ``"deployed"`` is ``"infer"``
+    except that adapters
     on packed layers may train: where gradients are needed it runs the train kernel of the same scheme.
+        ``kernel=None`` is the
+    first usable one.
     """
     dtype = autocast_dtype(query.device)
     if dtype is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if mode == "deployed" and torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
-        mode, kernel = "train", kernels.resolved_name("attention", "train", scheme, str(query.device))
+        mode, kernel = "train", None
     function = qat_attention if mode == "train" else quantized_attention
     return function(query, key, value, scheme=scheme, scale=scale, attn_mask=attn_mask, kernel=kernel)
 
@@ -206,7 +230,8 @@ def refuse_unsupported(**asked: Any) -> None:
     for name, value in asked.items():
         if value:
             raise NotImplementedError(
-                f"the model asks its attention for {name}={value}, which NVFP4 attention does not support; exclude that "
+                f"the model asks its attention for {name}={value}, which NVFP4 attention does not support; "
+                f"exclude that "
                 "module from the patch (exclude=...) to keep it dense"
             )
 
@@ -217,22 +242,23 @@ def _patched_class(base: type) -> type:
 
     @functools.wraps(base.__call__)
     def call(self: Any, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state = self.quantization
-        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        choice, this_call = state.choice, None
-        if not torch.compiler.is_compiling():
-            choice, this_call = state.history.enter(choice, training=attn.training)
-        state.bind(choice, device, this_call)
-        if this_call is None:
+        if torch.compiler.is_compiling():
             return base.__call__(self, attn, *args, **kwargs)
-        token = _RUNNING.set((this_call, state.dense_backend))
+        state = self.quantization
+        choice, this_call = state.history.enter(state.choice, training=attn.training)
+        token = _RUNNING.set(_Running(state, choice, this_call))
         try:
             return base.__call__(self, attn, *args, **kwargs)
         finally:
             _RUNNING.reset(token)
 
     def read(self: Any) -> Any:
-        return self.quantization.backend
+        state = self.quantization
+        running = None if torch.compiler.is_compiling() else _RUNNING.get()
+        choice = state.choice if running is None else running.choice
+        if choice.mode == "dense" and (running is None or running.call is None):
+            return state.dense_backend
+        return backend_entry(choice.mode, choice.scheme or state.scheme, choice.kernel)
 
     def write(self: Any, backend: Any) -> None:
         self.quantization.dense_backend = backend

@@ -1,7 +1,9 @@
 """Graph modules (``torch.export``, ``torch.fx``): the same patch, node by node.
 
-A live model is rewritten as a module tree; a graph module has only nodes. Its linear calls name their weight, its SDPA calls
-the module they came from, so both can be planned by the same profile. Each becomes a call of a submodule: a `QATLinear` in the
+A live model is rewritten as a module tree; a graph module has only nodes. Its linear calls name their weight, its
+SDPA calls
+the module they came from, so both can be planned by the same profile. Each becomes a call of a submodule: a
+`QATLinear` in the
 place of the container that held the weight (the same Parameter objects under the same keys), and a `QATGraphAttention`
 without parameters. Swaps, deploy and reports then work as on a live model. `restore` puts the first graph back.
 """
@@ -16,9 +18,9 @@ from torch import nn
 
 from qatpatch import dispatch
 from qatpatch.dispatch import AttentionState
-from qatpatch.linear import COMPUTE_DTYPES, LinearState, QATLinear
-from qatpatch.plan import Plan, Unit
+from qatpatch.linear import COMPUTE_DTYPES, LinearSettings, LinearState, QATLinear
 from qatpatch.switch import Switch
+from qatpatch.units import Unit
 
 _ORIGINAL = "_qatpatch_original"
 _ATTENTION = "qatpatch_attention"
@@ -100,7 +102,9 @@ def graph_units(model: torch.fx.GraphModule) -> list[Unit]:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     for path, nodes in attention_nodes(model).items():
         note = "" if len(nodes) == 1 else f"{len(nodes)} calls"
-        units.append(Unit(name=path, paths=(f"{path}.{_ATTENTION}",), kind="attention", problem=None, device=device, note=note))
+        units.append(
+            Unit(name=path, paths=(f"{path}.{_ATTENTION}",), kind="attention", problem=None, device=device, note=note)
+        )
     return units
 
 
@@ -128,22 +132,29 @@ def attention_nodes(model: torch.fx.GraphModule) -> dict[str, list[torch.fx.Node
     return found
 
 
-def rewrite(model: torch.fx.GraphModule, plan: Plan, switch: Switch) -> None:
-    """Replace the planned nodes by calls of patched submodules; the model is untouched if anything fails."""
+def rewrite(
+    model: torch.fx.GraphModule, linears: dict[str, LinearSettings], attentions: dict[str, str], switch: Switch
+) -> None:
+    """Replace the planned nodes by calls of patched submodules; the model is untouched if anything fails.
+
+    Args:
+        linears: module path -> settings.
+        attentions: module path -> scheme.
+    """
     original = _Original(graph=_copied(model.graph))
-    linears, attentions = linear_nodes(model), attention_nodes(model)
+    nodes_of_linear, nodes_of_attention = linear_nodes(model), attention_nodes(model)
     vars(model)[_ORIGINAL] = original
     try:
-        for name, action in plan.linears.items():
+        for name, settings in linears.items():
             original.modules[name] = model.get_submodule(name)
-            _install_linear(model, name, linears[name][0], LinearState(action.settings, switch))
-            for node in linears[name]:
+            _install_linear(model, name, nodes_of_linear[name][0], LinearState(settings, switch))
+            for node in nodes_of_linear[name]:
                 _call_instead(model.graph, node, name, (_argument(node, 0, "input"),), {})
-        for name, action in plan.attentions.items():
+        for name, scheme in attentions.items():
             path = f"{name}.{_ATTENTION}"
-            model.add_submodule(path, QATGraphAttention(action.scheme, switch))
+            model.add_submodule(path, QATGraphAttention(scheme, switch))
             original.attentions.append(path)
-            for node in attentions[name]:
+            for node in nodes_of_attention[name]:
                 _call_instead(model.graph, node, path, node.args, node.kwargs)
         model.graph.eliminate_dead_code()
         model.graph.lint()

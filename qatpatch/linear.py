@@ -7,12 +7,15 @@ Input gradient   dX = dY W         unquantized operands (``backward="high_precis
 Weight gradient  dW = dY^T X       the dequantized ones (``"quantized"``, which keeps X packed: 0.5625 byte an element)
 Bias gradient    db = sum dY
 
-The estimator is straight-through with no clip mask. Operands are quantized in the compute dtype: autocast's where autocast
+The estimator is straight-through with no clip mask. Operands are quantized in the compute dtype: autocast's where
+autocast
 is on, else the weight's, or the one that training recorded where that is known. So an evaluation outside autocast sees
 the weights that training saw, and `deploy` packs exactly those. Output dtype is what `nn.Linear` gives.
 
-`QATLinear` adds no parameter and no buffer; a live ``nn.Linear`` becomes one by assigning its class. `NVFP4Linear` replaces
-the object: its storage is uint8 throughout (codes, E4M3 bytes, the FP32 global scale as four bytes), so that no ``.to(dtype)``,
+`QATLinear` adds no parameter and no buffer; a live ``nn.Linear`` becomes one by assigning its class. `NVFP4Linear`
+replaces
+the object: its storage is uint8 throughout (codes, E4M3 bytes, the FP32 global scale as four bytes), so that no
+``.to(dtype)``,
 autocast or loader can change it. Neither knows a model or diffusers.
 """
 
@@ -135,13 +138,13 @@ class _QATLinear(torch.autograd.Function):
         w, w_scale = ops.operand(weight, None, rule, kernel)
         packed = None
         if not settings.activations:
-            xq, x_scale = x.to(w.dtype), torch.ones_like(w_scale)
+            xq, x_scale = x, torch.ones_like(w_scale)
         elif settings.backward == "quantized" and ctx.needs_input_grad[1]:
             packed = ops.quantize(x, input_scale, rule, kernel)
-            xq, x_scale = ops.packed_operand(*packed, x.shape[-1], x.dtype, kernel), packed[2]
+            xq, x_scale = ops.packed_operand(*packed, x.shape[-1], x.dtype, rule, kernel), packed[2]
         else:
             xq, x_scale = ops.operand(x, input_scale, rule, kernel)
-        y = ops.matmul(xq, x_scale, w, w_scale, bias, out_dtype, kernel)
+        y = ops.matmul(xq, x_scale, w, w_scale, bias, out_dtype, rule, kernel)
         ctx.settings, ctx.kernel, ctx.columns, ctx.dtype = settings, kernel, x.shape[-1], x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         kept_x = (None, None, None)
@@ -153,30 +156,37 @@ class _QATLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, x, block_scale, x_scale = ctx.saved_tensors
-        settings, dx, dw, db = ctx.settings, None, None, None
+        rule, dx, dw, db = ctx.settings.global_scale, None, None, None
         with without_autocast(dy.device):
             dy = dy.to(ctx.dtype)
             if ctx.needs_input_grad[0]:
-                if settings.backward == "quantized":
-                    w, w_scale = ops.operand(weight, None, settings.global_scale, ctx.kernel)
-                    weight = (w * w_scale).to(ctx.dtype)
+                if ctx.settings.backward == "quantized":
+                    weight = _dense(*ops.operand(weight, None, rule, ctx.kernel), ctx)
                 dx = dy @ weight
             if ctx.needs_input_grad[1]:
                 if block_scale is not None:
-                    columns = ctx.columns
-                    operand = ops.packed_operand(x, block_scale, x_scale, columns, ctx.dtype, ctx.kernel)
-                    x = (operand * x_scale).to(ctx.dtype)
+                    operand = ops.packed_operand(x, block_scale, x_scale, ctx.columns, ctx.dtype, rule, ctx.kernel)
+                    x = _dense(operand, x_scale, ctx)
                 dw = dy.t() @ x
             if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
                 db = dy.sum(0).to(ctx.bias_dtype)
         return dx, dw, db, None, None, None, None
 
 
+def _dense(operand: torch.Tensor, scale: torch.Tensor, ctx: Any) -> torch.Tensor:
+    """The dequantized values of a GEMM operand, in the compute dtype."""
+    if kernels.kernel_named(ctx.kernel).folded(ctx.settings.global_scale, ctx.dtype):
+        return operand
+    return (operand * scale).to(ctx.dtype)
+
+
 class QATLinear(nn.Linear):
     """``nn.Linear`` that computes with NVFP4 operands and learns straight through. Made by class assignment.
 
-    Input (..., in_features) in float32, bfloat16 or float16; output as ``nn.Linear`` in the same autocast state. An input in
-    another dtype than the weight's is accepted in float32 and converted; any other mismatch raises, as ``nn.Linear`` does.
+    Input (..., in_features) in float32, bfloat16 or float16; output as ``nn.Linear`` in the same autocast state. An
+    input in
+    another dtype than the weight's is accepted in float32 and converted; any other mismatch raises, as ``nn.Linear``
+    does.
     """
 
     quantization: LinearState
@@ -224,6 +234,13 @@ class QATLinear(nn.Linear):
         return f"{super().extra_repr()}, nvfp4, {inputs}, global_scale={s.global_scale}, mode={self.quantization.mode}"
 
 
+_PURGED = (
+    "{} needs a dense weight that qatpatch.deploy packed and purged; nothing can be added to or read from packed "
+    "weights. Merge adapters (fuse_lora, merge_and_unload) before deploy, or deploy with retain_original_weights=True to "
+    "keep running layers dense"
+)
+
+
 class PurgedWeight(torch.Tensor):
     """Stands for a weight that was packed and purged: shape, dtype and device, no memory, and no arithmetic."""
 
@@ -231,24 +248,30 @@ class PurgedWeight(torch.Tensor):
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> PurgedWeight:
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
+    @property
+    def data(self) -> PurgedWeight:
+        """Itself: what is done to ``weight.data`` is refused like what is done to ``weight``."""
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise RuntimeError(_PURGED.format("setting weight.data"))
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"PurgedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError(
-            f"{func} needs a dense weight that qatpatch.deploy packed and purged; nothing can be added to or read from packed "
-            "weights. Merge adapters (fuse_lora, merge_and_unload) before deploy, or deploy with "
-            "retain_original_weights=True to keep running layers dense"
-        )
+        raise RuntimeError(_PURGED.format(func))
 
 
 class NVFP4Linear(nn.Linear):
     """A deployed linear: packed weight (out_features, in_features), the compute it was trained for.
 
-    Buffers, all uint8: ``weight_packed`` (N, ceil16(K)/2), element 2j in the low nibble; ``weight_scale`` (N, ceil(K/16)), E4M3
-    bytes, linear; ``weight_global_scale`` (4), the bytes of one FP32 decode scale. ``bias`` (N) is a frozen parameter;
-    ``dense_weight`` (N, K) is there where the original was retained. ``weight`` answers dtype, shape and device.
+    Buffers, all uint8: ``weight_packed`` (N, ceil16(K)/2), element 2j in the low nibble; ``weight_scale``
+    (N, ceil(K/16)), E4M3 bytes, linear; ``weight_global_scale`` (4), the bytes of one FP32 decode scale. ``bias`` (N)
+    is the parameter from before; ``dense_weight`` (N, K) is there where the original was retained. ``weight`` answers
+    dtype, shape and device.
     """
 
     quantization: LinearState
@@ -261,8 +284,8 @@ class NVFP4Linear(nn.Linear):
         block_scale: torch.Tensor,
         global_scale: torch.Tensor,
         in_features: int,
-        bias: torch.Tensor | None,
-        dense_weight: torch.Tensor | None,
+        bias: nn.Parameter | None,
+        dense_weight: nn.Parameter | None,
         dtype: torch.dtype,
         quantization: LinearState,
     ) -> None:
@@ -271,14 +294,14 @@ class NVFP4Linear(nn.Linear):
         self.register_buffer("weight_packed", packed)
         self.register_buffer("weight_scale", block_scale)
         self.register_buffer("weight_global_scale", global_scale.reshape(1).view(torch.uint8))
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.dense_weight = None if dense_weight is None else nn.Parameter(dense_weight, requires_grad=False)
+        self.bias = bias
+        self.dense_weight = dense_weight
         self.quantization = quantization
         self._dtype = dtype
 
     @classmethod
     def from_linear(cls, linear: QATLinear, *, retain: bool) -> NVFP4Linear:
-        """Pack ``linear``; ``retain`` keeps its dense weight as ``dense_weight`` (the same storage)."""
+        """Pack ``linear``; ``retain`` keeps its dense weight as ``dense_weight`` (the same Parameter)."""
         state, weight = linear.quantization, linear.weight.detach()
         source = weight.to(state.trained_dtype or weight.dtype)
         kernel = state.kernel("deploy", weight.device)
@@ -288,8 +311,8 @@ class NVFP4Linear(nn.Linear):
             block_scale=block_scale,
             global_scale=global_scale,
             in_features=linear.in_features,
-            bias=None if linear.bias is None else linear.bias.detach(),
-            dense_weight=weight if retain else None,
+            bias=linear.bias,
+            dense_weight=linear.weight if retain else None,
             dtype=weight.dtype,
             quantization=state,
         )
@@ -336,13 +359,16 @@ class NVFP4Linear(nn.Linear):
         kernel = state.kernel("deploy", x.device)
         rows = x.to(dtype).reshape(-1, self.in_features)
         global_scale = self.weight_global_scale.view(torch.float32).reshape(())
-        w = ops.packed_operand(self.weight_packed, self.weight_scale, global_scale, self.in_features, dtype, kernel)
+        rule = state.settings.global_scale
+        w = ops.packed_operand(
+            self.weight_packed, self.weight_scale, global_scale, self.in_features, dtype, rule, kernel
+        )
         if state.settings.activations:
-            xq, x_scale = ops.operand(rows, state.input_scale(x), state.settings.global_scale, kernel)
+            xq, x_scale = ops.operand(rows, state.input_scale(x), rule, kernel)
         else:
-            xq, x_scale = rows.to(w.dtype), torch.ones_like(global_scale)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        y = ops.matmul(xq, x_scale, w, global_scale, bias, output_dtype(x, host_dtype), kernel)
+            xq, x_scale = rows, torch.ones_like(global_scale)
+        bias = None if self.bias is None else self.bias.detach().to(dtype)
+        y = ops.matmul(xq, x_scale, w, global_scale, bias, output_dtype(x, host_dtype), rule, kernel)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> NVFP4Linear:
@@ -367,13 +393,23 @@ class NVFP4Linear(nn.Linear):
         given = {key for key in state_dict if key.startswith(prefix)}
         if given and given != own:
             error_msgs.append(
-                f"{prefix[:-1]} is packed NVFP4 and takes exactly {', '.join(sorted(k[len(prefix) :] for k in own))}; the state "
-                f"dict has {', '.join(sorted(k[len(prefix) :] for k in given))}. Dense weights do not fit a deployed layer"
+                f"{prefix[:-1]} is packed NVFP4 and takes exactly "
+                f"{', '.join(sorted(k[len(prefix) :] for k in own))}; the state "
+                f"dict has {', '.join(sorted(k[len(prefix) :] for k in given))}. Dense weights do not fit a "
+                f"deployed layer"
             )
             return
-        wrong = [k for k in given if k[len(prefix) :].startswith("weight_") and state_dict[k].dtype != torch.uint8]
-        if wrong:
-            error_msgs.append(f"{', '.join(sorted(wrong))} must be uint8 (packed codes and scale bytes)")
+        current = {prefix + name: t for name, t in (*self.named_parameters(), *self.named_buffers())}
+        for key in sorted(given):
+            if state_dict[key].shape != current[key].shape:
+                error_msgs.append(
+                    f"size mismatch for {key}: {tuple(state_dict[key].shape)} in the state dict, "
+                    f"{tuple(current[key].shape)} in the layer"
+                )
+            elif (state_dict[key].dtype == torch.uint8) != (current[key].dtype == torch.uint8):
+                error_msgs.append(f"{key} must be {current[key].dtype}, got {state_dict[key].dtype}")
+            else:
+                continue
             return
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -382,7 +418,8 @@ class NVFP4Linear(nn.Linear):
     def extra_repr(self) -> str:
         kept = "retained" if self.dense_weight is not None else "purged"
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, nvfp4 packed, "
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"nvfp4 packed, "
             f"dense weight {kept}, mode={self.quantization.mode}"
         )
 
@@ -405,6 +442,7 @@ def _check_dtypes(x: torch.Tensor, weight_dtype: torch.dtype) -> None:
     if x.dtype == weight_dtype or x.dtype == torch.float32 or autocast_dtype(x.device):
         return
     raise RuntimeError(
-        f"the input is {x.dtype} and the weight {weight_dtype}; nn.Linear refuses that outside autocast, and so does this "
+        f"the input is {x.dtype} and the weight {weight_dtype}; nn.Linear refuses that outside autocast, and so "
+        f"does this "
         "layer. Convert one, or run under torch.autocast"
     )

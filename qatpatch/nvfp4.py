@@ -244,7 +244,9 @@ def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize_blocks(rows: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """E2M1 values (R, blocks, 16) float32 and block scales (R, blocks) E4M3 of a (R, K) chunk, by the module's formula."""
+    """E2M1 values (R, blocks, 16) float32 and block scales (R, blocks) E4M3 of a (R, K) chunk, by the module's
+    formula.
+    """
     columns = rows.shape[-1]
     x = rows.float()
     if padded_length(columns) != columns:
@@ -252,7 +254,8 @@ def _quantize_blocks(rows: torch.Tensor, global_scale: torch.Tensor) -> tuple[to
     x = x.unflatten(-1, (-1, BLOCK_SIZE))
     amax = x.abs().amax(-1)
     finite = amax < float("inf")  # False for NaN too
-    encode = 1.0 / global_scale
+    # A foreign scale below 2^-128 has no finite reciprocal, and 0 * inf would make a zero block NaN.
+    encode = (1.0 / global_scale).clamp(max=_FLT_MAX)
     scales = round_e4m3(torch.where(finite, amax, 0.0) * (encode * _ONE_SIXTH))
     decoded = scales.float()
     inverse = (1.0 / (decoded * (1.0 / encode))).clamp(max=_FLT_MAX)

@@ -3,12 +3,15 @@
 Invariants of a patched model:
 
 - the same Parameter objects under the same names: optimizers, EMA, state dicts and sharding see no change;
-- linears have their class assigned (`QATLinear`), attentions a processor of their own (`dispatch`); nothing else is touched;
-- the model holds one `Record` in its ``__dict__`` (no parameter, buffer or module) with what `remove` and `report` need.
+- linears have their class assigned (`QATLinear`), attentions a processor of their own (`dispatch`); nothing else is
+  touched;
+- the model holds one `Record` in its ``__dict__`` (no parameter, buffer or module) with what `remove` and `report`
+  need.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,10 +26,11 @@ from qatpatch.errors import KernelUnavailable, PlanError
 from qatpatch.graphs import restore, rewrite
 from qatpatch.kernels import Kernel
 from qatpatch.linear import LinearState, NVFP4Linear, QATLinear
-from qatpatch.plan import RECORD, Action, Plan, build_plan, is_graph, patched_modules, unwrap
+from qatpatch.plan import RECORD, Action, Plan, build_plan, patched_modules
 from qatpatch.profiles import Profile
 from qatpatch.receipts import LayerReceipt, PatchReport
 from qatpatch.switch import Switch
+from qatpatch.units import is_graph, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -80,7 +84,8 @@ def apply(
         The receipt, a `PatchReport`.
 
     Raises:
-        PlanError: anything that does not fit; the model is untouched. A model that is already patched asks for `remove` first.
+        PlanError: anything that does not fit; the model is untouched. A model that is already patched asks for
+            `remove` first.
     """
     model = unwrap(model)
     plan = build_plan(
@@ -101,7 +106,9 @@ def apply(
     done: list[Action] = []
     try:
         if is_graph(model):
-            rewrite(model, plan, record.switch)
+            settings = {name: action.settings for name, action in plan.linears.items()}
+            schemes = {name: action.scheme for name, action in plan.attentions.items()}
+            rewrite(model, settings, schemes, record.switch)
         else:
             for action in (*plan.linears.values(), *plan.attentions.values()):
                 done.append(action)
@@ -136,7 +143,8 @@ def remove(model: nn.Module) -> None:
     purged = [name for name, m in zip(record.linears, layers, strict=True) if is_purged(m)]
     if purged:
         raise PlanError(
-            f"{len(purged)} layers ({purged[0]}, ...) were packed by deploy and their dense weights purged, so the patch cannot "
+            f"{len(purged)} layers ({purged[0]}, ...) were packed by deploy and their dense weights purged, so "
+            f"the patch cannot "
             "be removed; load the original weights, or deploy with retain_original_weights=True"
         )
     if is_graph(model):
@@ -168,7 +176,7 @@ def report(model: nn.Module) -> PatchReport:
     for kind, names in (("linear", record.linears), ("attention", record.attentions)):
         for name, paths in names.items():
             module = _module_at(model, paths[0])
-            layer, row = _layer_receipt(kind, module, _device_of(module, model))
+            layer, row = _layer_receipt(kind, module, device_of(module, model))
             layers[name] = layer
             if row is not None:
                 rows[name] = row
@@ -200,7 +208,8 @@ def patch_record(model: nn.Module) -> Record:
     found = patched_modules(model)
     if found:
         raise PlanError(
-            f"{type(model).__name__} holds patched modules ({next(iter(found))}, ...) but is not the module that qatpatch.apply "
+            f"{type(model).__name__} holds patched modules ({next(iter(found))}, ...) but is not the module "
+            f"that qatpatch.apply "
             "was called on; pass that one"
         )
     raise PlanError(f"this {type(model).__name__} is not patched; call qatpatch.apply(model) first")
@@ -270,9 +279,7 @@ def _dense_again(module: NVFP4Linear) -> nn.Linear:
     """A plain linear with the retained weight of a packed one."""
     linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
     linear.weight = module.dense_weight
-    if module.bias is not None:
-        linear.bias = module.bias
-    linear.requires_grad_(True)
+    linear.bias = module.bias
     move_hooks(module, linear)
     return linear.train(module.training)
 
@@ -284,22 +291,23 @@ def _module_at(model: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def _device_of(module: nn.Module | None, model: nn.Module) -> torch.device:
+def device_of(module: nn.Module | None, model: nn.Module) -> torch.device:
+    """Where a layer computes: its own first parameter or buffer, else the model's."""
     for owner in (module, model):
         if owner is not None:
-            tensor = next((t for t in (*owner.parameters(), *owner.buffers())), None)
+            tensor = next(itertools.chain(owner.parameters(), owner.buffers()), None)
             if tensor is not None:
                 return tensor.device
     return torch.device("cpu")
 
 
-def _layer_receipt(
-    kind: str, module: nn.Module | None, device: torch.device
-) -> tuple[LayerReceipt, Kernel | None]:
+def _layer_receipt(kind: str, module: nn.Module | None, device: torch.device) -> tuple[LayerReceipt, Kernel | None]:
     """What a layer runs now, and the kernel row that serves it."""
     state = layer_state(kind, module)
     if state is None:
-        note = "the module is gone" if module is None else f"it is a {type(module).__name__} now; the patch was taken out"
+        note = (
+            "the module is gone" if module is None else f"it is a {type(module).__name__} now; the patch was taken out"
+        )
         return _dense_receipt(kind, "replaced", note), None
     deployed = isinstance(module, NVFP4Linear) or getattr(state, "deployed", None) is not None
     try:

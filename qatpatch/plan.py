@@ -1,27 +1,29 @@
 """`build_plan`: a pure walk over a model. Every linear and attention module gets an action or a skip with a reason.
 
-All problems are collected and raised as one `PlanError`; the model is only read. The plan also holds what `apply` needs to commit:
+All problems are collected and raised as one `PlanError`; the model is only read. The plan also holds what `apply`
+needs to commit:
 the path of every module (under each name that it has) and the settings it gets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from qatpatch import dispatch, kernels
 from qatpatch.errors import KernelUnavailable, PlanError, nearest
-from qatpatch.linear import BACKWARDS, COMPUTE_DTYPES, INPUT_SCALES, LinearSettings
+from qatpatch.graphs import graph_units
+from qatpatch.linear import BACKWARDS, INPUT_SCALES, LinearSettings
 from qatpatch.nvfp4 import GLOBAL_SCALE_RULES
 from qatpatch.profiles import Profile, Rule, find_profile, matches
+from qatpatch.receipts import Receipt, Table, grouped, skip_table, warning_tables
+from qatpatch.units import Unit, is_graph, module_units, unwrap
 
 RECORD = "_qatpatch"
-_ADAPTER_HOST = "base_layer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class Action:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Receipt):
     """The result of `build_plan`.
 
     Attributes:
@@ -79,16 +81,23 @@ class Plan:
         """Share of the model's parameters that the patched linears cover."""
         return sum(a.parameters for a in self.linears.values()) / max(1, self.total_parameters)
 
-    def _render(self, form: str) -> str:
-        from qatpatch.receipts import render_plan
+    def _tables(self) -> list[Table]:
+        title = (
+            f"plan for {self.model_class}, profile {self.profile}: {len(self.linears)} linears "
+            f"({100 * self.parameters:.1f} % of the parameters), {len(self.attentions)} attentions, scheme "
+            f"{self.scheme}"
+        )
+        actions = {**self.linears, **self.attentions}
+        groups = grouped(actions, key=lambda name: _cells(actions[name]))
+        rows = [(pattern, str(count), *_cells(actions[first])) for pattern, count, first in groups]
+        header = ("modules", "count", "kind", "scheme", "kernel", "note")
+        return [(title, [header, *rows]), skip_table(self.skipped), *warning_tables(self.warnings)]
 
-        return render_plan(self, form)
 
-    def __str__(self) -> str:
-        return self._render("text")
-
-    def _repr_html_(self) -> str:
-        return self._render("html")
+def _cells(action: Action) -> tuple[str, ...]:
+    stage = "refine only" if action.settings is not None and action.settings.refine_only else ""
+    note = "; ".join(part for part in (stage, action.note) if part)
+    return action.kind, action.scheme or "nvfp4", action.kernel, note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,30 +125,6 @@ class _Walk:
     problems: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     counted: set[str] = field(default_factory=set)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DDP, ``torch.compile`` and peft wrappers.
-
-    Raises:
-        PlanError: for anything that is no module, or a wrapper that hides the parameters.
-    """
-    while True:
-        if not isinstance(model, nn.Module):
-            hint = "; pass pipe.transformer" if hasattr(model, "transformer") or hasattr(model, "unet") else ""
-            raise PlanError(f"qatpatch works on a torch.nn.Module, got {type(model).__name__}{hint}")
-        if "_orig_mod" in model._modules:
-            model = model._orig_mod
-        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif type(model).__name__ == "FullyShardedDataParallel":
-            raise PlanError(
-                "FullyShardedDataParallel (FSDP1) flattens the parameters away; apply before wrapping, or use fully_shard (FSDP2)"
-            )
-        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-            model = model.get_base_model()
-        else:
-            return model
 
 
 def patched_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -176,7 +161,8 @@ def build_plan(
         activations: quantize the linears' inputs too (W4A4); False is weight-only (W4A16).
         include: patterns of further linears or attentions to patch; each must match something.
         exclude: patterns of modules to leave dense.
-        target: architecture whose attention is simulated (``"sm_120"``, ``"sm_100"``, ...); default: the profile's scheme.
+        target: architecture whose attention is simulated (``"sm_120"``, ``"sm_100"``, ...); default: the
+            profile's scheme.
         input_scale: ``"dynamic"``, ``"unit"`` or ``"static"`` (needs `calibrate`).
         global_scale: ``"pow2"`` or ``"amax"``.
         backward: ``"high_precision"`` or ``"quantized"``.
@@ -208,11 +194,12 @@ def build_plan(
     refuse_patched(model)
     if chosen.models and not set(chosen.models) & set(class_names) and not is_graph(model):
         raise PlanError(
-            f"profile {chosen.name!r} is for {', '.join(chosen.models)}; the model is a {class_names[0]}. Choose its profile, or "
+            f"profile {chosen.name!r} is for {', '.join(chosen.models)}; the model is a {class_names[0]}. "
+            f"Choose its profile, or "
             "pass a Profile of your own"
         )
     walk = _Walk(profile=chosen, request=request)
-    units = _graph_units(model) if is_graph(model) else _module_units(model)
+    units = graph_units(model) if is_graph(model) else module_units(model)
     for unit in units:
         _decide(walk, unit)
     warnings = _check_rules(walk) + _check_counts(walk, model)
@@ -244,90 +231,12 @@ def refuse_patched(model: nn.Module) -> None:
         return
     if any(getattr(type(m), "qatpatch_kind", "") == "NVFP4Linear" for m in found.values()):
         raise PlanError(
-            f"this {type(model).__name__} is deployed (packed to NVFP4); its dense weights are gone. Load the original weights anew "
+            f"this {type(model).__name__} is deployed (packed to NVFP4); its dense weights are gone. Load the "
+            f"original weights anew "
             "to patch again"
         )
     inside = "" if record is not None else f" inside it ({next(iter(found))}, ...)"
     raise PlanError(f"this {type(model).__name__} is already patched{inside}; call qatpatch.remove(model) first")
-
-
-def is_graph(model: nn.Module) -> bool:
-    """Whether the model is a graph module (torch.fx or torch.export), rewritten node by node."""
-    return isinstance(model, torch.fx.GraphModule)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """One linear or attention that a walk found: a module, or the nodes of a graph that stand for one."""
-
-    name: str
-    paths: tuple[str, ...]
-    kind: str
-    problem: str | None
-    adapter: bool = False
-    weight: torch.Tensor | None = None
-    width: int = 0
-    head_dim: int = 0
-    device: torch.device
-    note: str = ""
-
-
-def _module_units(model: nn.Module) -> list[Unit]:
-    units: dict[int, Unit] = {}
-    paths: dict[int, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear) or dispatch.is_attention(module):
-            paths.setdefault(id(module), []).append(path)
-    devices = {p.device for p in model.parameters()}
-    fallback = next(iter(devices), torch.device("cpu"))
-    for path, module in model.named_modules():
-        if id(module) not in paths or id(module) in units:
-            continue
-        own = tuple(paths[id(module)])
-        if isinstance(module, nn.Linear):
-            units[id(module)] = Unit(
-                name=_logical(path),
-                paths=own,
-                kind="linear",
-                problem=linear_problem(module),
-                adapter=_is_adapter(model, path),
-                weight=module.weight if isinstance(getattr(module, "weight", None), torch.Tensor) else None,
-                width=module.in_features,
-                device=getattr(module.weight, "device", fallback),
-            )
-        else:
-            parameter = next(module.parameters(), None)
-            units[id(module)] = Unit(
-                name=_logical(path),
-                paths=own,
-                kind="attention",
-                problem=dispatch.unsupported_reason(module),
-                head_dim=dispatch.head_dim(module) if dispatch.unsupported_reason(module) is None else 0,
-                device=fallback if parameter is None else parameter.device,
-            )
-    return list(units.values())
-
-
-def _graph_units(model: nn.Module) -> list[Unit]:
-    from qatpatch.graphs import graph_units
-
-    return graph_units(model)
-
-
-def linear_problem(module: nn.Linear) -> str | None:
-    """Why a linear cannot be patched; None when it can."""
-    if "forward" in vars(module):
-        return (
-            "its forward was replaced by a hook (offload, accelerate, layerwise casting), which would bypass the patch "
-            "silently; apply before such hooks"
-        )
-    if type(module) is not nn.Linear:
-        return f"it is a {type(module).__name__}, not a plain nn.Linear (already quantized, parametrized or sharded on its own?)"
-    if type(module.weight).__name__ not in ("Parameter", "DTensor"):
-        return f"its weight is a {type(module.weight).__name__} (already quantized?)"
-    if module.weight.dtype not in COMPUTE_DTYPES:
-        return f"its weight is {module.weight.dtype}; NVFP4 training takes float32, bfloat16 or float16"
-    return None
 
 
 def _decide(walk: _Walk, unit: Unit) -> None:
@@ -445,7 +354,8 @@ def _check_counts(walk: _Walk, model: nn.Module) -> list[str]:
                 _report(
                     walk,
                     warnings,
-                    f"{count.container} has {blocks} blocks, so {per_block * blocks} {kind}s must match ({per_block} a block); "
+                    f"{count.container} has {blocks} blocks, so {per_block * blocks} {kind}s must match "
+                    f"({per_block} a block); "
                     f"{found} do",
                 )
     return warnings
@@ -460,21 +370,6 @@ def _block_count(model: nn.Module, container: str, counted: set[str]) -> int:
         return len(list(model.get_submodule(container).children()))
     except AttributeError:
         return 0
-
-
-def _logical(path: str) -> str:
-    """A path without adapter wrappers: what the name would be without them."""
-    return ".".join(part for part in path.split(".") if part != _ADAPTER_HOST)
-
-
-def _is_adapter(model: nn.Module, path: str) -> bool:
-    """Whether the module is an adapter's own (it lies in a wrapper beside the wrapped ``base_layer``)."""
-    parts = path.split(".")
-    for depth in range(1, len(parts)):
-        parent = model.get_submodule(".".join(parts[: depth - 1])) if depth > 1 else model
-        if _ADAPTER_HOST in parent._modules and parts[depth - 1] != _ADAPTER_HOST:
-            return True
-    return False
 
 
 def _checked_request(profile: Profile, **arguments: Any) -> Request:
@@ -516,5 +411,3 @@ def _checked_request(profile: Profile, **arguments: Any) -> Request:
         ),
         **patterns,
     )
-
-

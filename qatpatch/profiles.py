@@ -29,7 +29,8 @@ class Rule:
 
     Attributes:
         match: patterns over module names.
-        action: ``"linear"`` and ``"attention"`` patch modules of that kind, ``"skip"`` leaves modules of both kinds dense.
+        action: ``"linear"`` and ``"attention"`` patch modules of that kind, ``"skip"`` leaves modules of both
+            kinds dense.
         reason: for skips, one sentence.
         refine_only: linears that run dense in the stage ``base``.
         optional: an action rule whose patterns may match nothing (parts that only some variants have).
@@ -139,7 +140,10 @@ LTX2 = Profile(
         Rule(
             match=("time_embed.linear",),
             action="skip",
-            reason="Timestep modulation steers every block; FastVideo lists it without attaching it, Lightricks excludes it.",
+            reason=(
+                "Timestep modulation steers every block; FastVideo lists it without attaching it, "
+                "Lightricks excludes it."
+            ),
         ),
     ),
     counts=(Count(container="transformer_blocks", linears=12, attentions=2),),
@@ -182,7 +186,11 @@ WAN = Profile(
             action="skip",
             reason="Cross attention to a short context: the profile quantizes self-attention only.",
         ),
-        Rule(match=("face_adapter",), action="skip", reason="Attention to a handful of face tokens: the profile quantizes self-attention only."),
+        Rule(
+            match=("face_adapter",),
+            action="skip",
+            reason="Attention to a handful of face tokens: the profile quantizes self-attention only.",
+        ),
         Rule(
             match=("vace_blocks.*.proj_in", "vace_blocks.*.proj_out"),
             action="skip",
@@ -223,7 +231,8 @@ def find_profile(profile: Profile | str | Path, class_names: Iterable[str]) -> P
                 return candidate
         known = ", ".join(f"{p.name} ({', '.join(p.models)})" for p in PROFILES.values())
         raise PlanError(
-            f"profile='auto' knows no profile for {class_names[0]}; there are {known}. Pass a Profile of your own, or a TOML "
+            f"profile='auto' knows no profile for {class_names[0]}; there are {known}. Pass a Profile of your "
+            f"own, or a TOML "
             "or YAML file with one"
         )
     if profile not in PROFILES:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from qatpatch.kernels import Kernel
 
-if TYPE_CHECKING:
-    from qatpatch.plan import Plan
+# A title and rows of cells, the first row being the header.
+Table = tuple[str, Sequence[Sequence[str]]]
 
 _GIB = 1024**3
 
@@ -39,10 +38,10 @@ class LayerReceipt:
     note: str = ""
 
 
-class _Receipt:
+class Receipt:
     """Text by ``str()``, HTML in notebooks, from one list of titled tables."""
 
-    def _tables(self) -> list[tuple[str, Sequence[Sequence[str]]]]:
+    def _tables(self) -> list[Table]:
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -53,7 +52,7 @@ class _Receipt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatchReport(_Receipt):
+class PatchReport(Receipt):
     """The receipt of a patched model: of `apply` when it returns it, of now when `report` does.
 
     Attributes:
@@ -77,21 +76,22 @@ class PatchReport(_Receipt):
     parameters: float
     warnings: tuple[str, ...] = ()
 
-    def _tables(self) -> list[tuple[str, Sequence[Sequence[str]]]]:
+    def _tables(self) -> list[Table]:
         title = (
-            f"{self.model_class}, profile {self.profile}: {len(self.linears)} linears ({100 * self.parameters:.1f} % of the "
+            f"{self.model_class}, profile {self.profile}: {len(self.linears)} linears "
+            f"({100 * self.parameters:.1f} % of the "
             f"parameters), {len(self.attentions)} attentions, scheme {self.scheme}"
         )
         header = ("modules", "count", "kind", "state", "kernel", "scheme", "simulated", "native", "note")
         rows = [
             (name, str(count), *_layer_cells(self.layers[first]))
-            for name, count, first in _grouped(self.layers, key=lambda name: _layer_cells(self.layers[name]))
+            for name, count, first in grouped(self.layers, key=lambda name: _layer_cells(self.layers[name]))
         ]
-        return [(title, [header, *rows]), _skips(self.skipped), *_warnings(self.warnings)]
+        return [(title, [header, *rows]), skip_table(self.skipped), *warning_tables(self.warnings)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwapReceipt(_Receipt):
+class SwapReceipt(Receipt):
     """What a swap bound.
 
     Attributes:
@@ -118,17 +118,18 @@ class SwapReceipt(_Receipt):
     def line(self) -> str:
         """The receipt in one line."""
         line = (
-            f"{self.swap}: {len(self.modules)} modules, arch={self.architecture} kernel={self.kernel} scheme={self.scheme} "
+            f"{self.swap}: {len(self.modules)} modules, arch={self.architecture} kernel={self.kernel} "
+            f"scheme={self.scheme} "
             f"simulated={_yes(self.simulated)} native={_yes(self.native)}"
         )
         return f"{line} ({self.note})" if self.note else line
 
-    def _tables(self) -> list[tuple[str, Sequence[Sequence[str]]]]:
+    def _tables(self) -> list[Table]:
         return [(self.line, [])]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeployReport(_Receipt):
+class DeployReport(Receipt):
     """The receipt of `deploy`.
 
     Attributes:
@@ -152,9 +153,10 @@ class DeployReport(_Receipt):
     bytes_freed: int
     held: dict[str, str]
 
-    def _tables(self) -> list[tuple[str, Sequence[Sequence[str]]]]:
+    def _tables(self) -> list[Table]:
         title = (
-            f"{self.model_class} deployed: {len(self.packed)} linears packed, {len(self.retained)} of them kept dense too, "
+            f"{self.model_class} deployed: {len(self.packed)} linears packed, {len(self.retained)} of them kept "
+            f"dense too, "
             f"{len(self.attentions)} attentions"
         )
         memory = [
@@ -170,31 +172,14 @@ class DeployReport(_Receipt):
         ]
         names = {row.name: row for row in self.kernels.values()}
         served = [
-            (name, str(sum(k.name == name for k in self.kernels.values())), _yes(row.native)) for name, row in names.items()
+            (name, str(sum(k.name == name for k in self.kernels.values())), _yes(row.native))
+            for name, row in names.items()
         ]
         held = [("still in memory", "held by"), *self.held.items()] if self.held else []
         return [(title, memory), ("", [("kernel", "layers", "native"), *served]), *([("", held)] if held else [])]
 
 
-def render_plan(plan: Plan, form: str) -> str:
-    """A plan as ``"text"`` or ``"html"``."""
-    actions = {**plan.linears, **plan.attentions}
-    title = (
-        f"plan for {plan.model_class}, profile {plan.profile}: {len(plan.linears)} linears ({100 * plan.parameters:.1f} % of "
-        f"the parameters), {len(plan.attentions)} attentions, scheme {plan.scheme}"
-    )
-
-    def cells(name: str) -> tuple[str, ...]:
-        action = actions[name]
-        stage = "refine only" if action.settings is not None and action.settings.refine_only else ""
-        return action.kind, action.scheme or "nvfp4", action.kernel, "; ".join(filter(None, (stage, action.note)))
-
-    rows = [(name, str(count), *cells(first)) for name, count, first in _grouped(actions, key=cells)]
-    header = ("modules", "count", "kind", "scheme", "kernel", "note")
-    return render([(title, [header, *rows]), _skips(plan.skipped), *_warnings(plan.warnings)], form)
-
-
-def render(tables: Iterable[tuple[str, Sequence[Sequence[str]]]], form: str) -> str:
+def render(tables: Iterable[Table], form: str) -> str:
     """Titled tables (the first row is the header) as ``"text"`` or ``"html"``."""
     parts = []
     for title, rows in tables:
@@ -221,9 +206,9 @@ def _html_table(rows: Sequence[Sequence[str]]) -> str:
     return f"<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
 
 
-def _grouped(names: Iterable[str], key) -> list[tuple[str, int, str]]:
+def grouped(names: Iterable[str], key: Callable[[str], tuple[str, ...]]) -> list[tuple[str, int, str]]:
     """Names that differ in numbers only and have equal keys, as (pattern, count, first name)."""
-    groups: dict[tuple, list[str]] = {}
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
         pattern = re.sub(r"\.\d+(?=\.)", ".*", name, count=1)
         groups.setdefault((pattern, key(name)), []).append(name)
@@ -242,12 +227,21 @@ def _layer_cells(layer: LayerReceipt) -> tuple[str, ...]:
     )
 
 
-def _skips(skipped: dict[str, str]) -> tuple[str, Sequence[Sequence[str]]]:
-    rows = [(name, str(n), skipped[first]) for name, n, first in _grouped(skipped, key=lambda name: skipped[name])]
-    return f"left dense: {len(skipped)} modules", [("modules", "count", "reason"), *rows] if rows else []
+def skip_table(skipped: dict[str, str]) -> Table:
+    """What stays dense, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, count, first in grouped(skipped, key=lambda name: (skipped[name],)):
+        reasons.setdefault(skipped[first], []).append(name if count == 1 else f"{name} ({count})")
+    rows = [(_shortened(names), reason) for reason, names in reasons.items()]
+    return f"left dense: {len(skipped)} modules", [("modules", "reason"), *rows] if rows else []
 
 
-def _warnings(warnings: Sequence[str]) -> list[tuple[str, Sequence[Sequence[str]]]]:
+def _shortened(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 2 else f"{', '.join(names[:2])} and {len(names) - 2} more"
+
+
+def warning_tables(warnings: Sequence[str]) -> list[Table]:
+    """Warnings, where there are any."""
     return [("", [("warning",), *((w,) for w in warnings)])] if warnings else []
 
 

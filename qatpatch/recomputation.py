@@ -4,8 +4,9 @@
 during the backward pass, when another block may be open. So each layer keeps a `CallHistory`:
 
 - a forward under autograd leaves a `Call` (its mode) that lives as long as its graph; a recomputation takes the mode of
-  the youngest one alive;
-- `remember` puts a node behind the layer's output that saves the mode as a tensor. Checkpointing replaces saved tensors by
+  the youngest one that was not differentiated yet;
+- `remember` puts a node behind the layer's output that saves the mode as a tensor. Checkpointing replaces saved
+  tensors by
   recomputed ones, so a node that finds another mode than its own knows that the guess was wrong, and raises;
 - reentrant checkpointing runs its forward without autograd, so there no graph can be asked: the modes of such forwards
   in training are collected, and a recomputation raises unless there was exactly one.
@@ -22,7 +23,8 @@ from typing import Any
 import torch
 
 _ADVICE = (
-    "gradient checkpointing recomputes a layer during backward, and a qatpatch block (infer_attention, dense, stage) was "
+    "gradient checkpointing recomputes a layer during backward, and a qatpatch block (infer_attention, dense, "
+    "stage) was "
     "entered or left between its forward and its backward in a way that cannot be followed; run the backward before "
     "the block changes, or use checkpoint(..., use_reentrant=False)"
 )
@@ -31,10 +33,11 @@ _ADVICE = (
 class Call:
     """One forward of one layer: alive as long as the graph it is part of."""
 
-    __slots__ = ("mode", "__weakref__")
+    __slots__ = ("mode", "differentiated", "__weakref__")
 
     def __init__(self, mode: Any) -> None:
         self.mode = mode
+        self.differentiated = False
 
     def code(self) -> torch.Tensor:
         """The mode as a tensor, for a graph to save: a recomputation replaces it by its own."""
@@ -70,7 +73,9 @@ class CallHistory:
         self._recomputed = True
         alive = [call for ref in self._calls if (call := ref()) is not None]
         if alive:
-            return alive[-1].mode, alive[-1]
+            # Autograd differentiates the youngest forward first; a second backward starts from the youngest again.
+            call = next((c for c in reversed(alive) if not c.differentiated), alive[-1])
+            return call.mode, call
         if len(self._without_graph) > 1:
             raise RuntimeError(f"{_ADVICE} (its forwards ran as {' and '.join(sorted(map(str, self._without_graph)))})")
         known = next(iter(self._without_graph), mode)
@@ -95,23 +100,21 @@ class _Remember(torch.autograd.Function):
     def forward(ctx: Any, output: torch.Tensor, call: Call) -> torch.Tensor:
         ctx.call = call
         ctx.save_for_backward(call.code())
-        ctx.mark_dirty(output)
-        return output
+        # Neither a view nor marked dirty: it shares memory and version, so that in-place changes behave as without
+        # this node.
+        return output.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (recomputed,) = ctx.saved_tensors
         if not torch.equal(recomputed, ctx.call.code()):
             raise RuntimeError(f"{_ADVICE} (its forward ran as {ctx.call.mode})")
+        ctx.call.differentiated = True
         return grad, None
 
 
-def remember(output: Any, call: Call | None) -> Any:
-    """``output`` (a tensor or a tuple holding tensors) with ``call`` tied to its graph. In place, no copy."""
-    if call is None:
-        return output
-    if isinstance(output, tuple):
-        return tuple(remember(item, call) for item in output)
-    if not isinstance(output, torch.Tensor) or output.grad_fn is None:
+def remember(output: torch.Tensor, call: Call | None) -> torch.Tensor:
+    """``output`` with ``call`` (from `CallHistory.enter`, None without autograd) tied to its graph; no copy."""
+    if call is None or output.grad_fn is None:
         return output
     return _Remember.apply(output, call)

@@ -16,10 +16,10 @@ from torch import nn
 
 from qatpatch import kernels
 from qatpatch.errors import PlanError, nearest
-from qatpatch.patch import Record, is_purged, patch_record
-from qatpatch.plan import unwrap
+from qatpatch.patch import Record, device_of, is_purged, patch_record
 from qatpatch.receipts import SwapReceipt
 from qatpatch.switch import AttentionChoice
+from qatpatch.units import unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -32,7 +32,8 @@ def infer_attention(model: nn.Module, kernel: str | None = None) -> Iterator[Swa
 
     Args:
         model: a patched model, or a wrapper of one.
-        kernel: a kernel's name, ``"native"`` for FP4 tensor cores only, or None for the first usable kernel of the trained
+        kernel: a kernel's name, ``"native"`` for FP4 tensor cores only, or None for the first usable kernel of
+            the trained
             scheme. A named kernel of another scheme is taken, and its receipt says ``simulated=no``.
 
     Yields:
@@ -47,10 +48,11 @@ def infer_attention(model: nn.Module, kernel: str | None = None) -> Iterator[Swa
     record = patch_record(model)
     if not record.attentions:
         raise PlanError(
-            f"this {type(model).__name__} has no QAT attention to swap (patched with attention=False, or a profile without "
+            f"this {type(model).__name__} has no QAT attention to swap (patched with attention=False, or a "
+            f"profile without "
             "attention)"
         )
-    device = _device(model)
+    device = device_of(None, model)
     choice, row = bind_infer(record.scheme, device, kernel)
     note = "deployed already: nothing to swap" if record.deployed and kernel is None else ""
     receipt = SwapReceipt(
@@ -109,7 +111,7 @@ def stage(model: nn.Module, name: str) -> Iterator[SwapReceipt]:
         raise PlanError(f"{purged[0]} cannot run dense in the stage 'base': deploy purged its weight")
     receipt = _dense_receipt("stage", tuple(concerned), model, f"stage {name!r}")
     if name == "refine":
-        row = kernels.resolve("linear", stage="train", scheme="nvfp4", device=_device(model))
+        row = kernels.resolve("linear", stage="train", scheme="nvfp4", device=device_of(None, model))
         receipt = SwapReceipt(
             swap="stage",
             modules=tuple(concerned),
@@ -125,13 +127,15 @@ def stage(model: nn.Module, name: str) -> Iterator[SwapReceipt]:
 
 
 def bind_infer(scheme: str, device: torch.device, name: str | None) -> tuple[AttentionChoice, kernels.Kernel]:
-    """The infer kernel for attention trained with ``scheme``: of that scheme, unless one of another is asked for by name."""
+    """The infer kernel for attention trained with ``scheme``: of that scheme, unless one of another is asked for
+    by name.
+    """
     if name not in (None, "native"):
         named = kernels.kernel_named(name)
         if named.op == "attention" and scheme not in named.schemes:
             scheme = named.schemes[0]
     row = kernels.resolve("attention", stage="infer", scheme=scheme, device=device, name=name)
-    return AttentionChoice(mode="infer", scheme=scheme, kernel=row.name), row
+    return AttentionChoice(mode="infer", scheme=scheme, kernel=None if name is None else row.name), row
 
 
 @contextlib.contextmanager
@@ -145,16 +149,11 @@ def _block(record: Record, receipt: SwapReceipt, **axes: Any) -> Iterator[None]:
         record.switch.close(key)
 
 
-def _device(model: nn.Module) -> torch.device:
-    tensor = next((t for t in (*model.parameters(), *model.buffers())), None)
-    return torch.device("cpu") if tensor is None else tensor.device
-
-
 def _dense_receipt(swap: str, modules: tuple[str, ...], model: nn.Module, note: str) -> SwapReceipt:
     return SwapReceipt(
         swap=swap,
         modules=modules,
-        architecture=kernels.architecture_of(_device(model)),
+        architecture=kernels.architecture_of(device_of(None, model)),
         kernel="-",
         scheme="dense",
         simulated=False,

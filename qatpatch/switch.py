@@ -1,7 +1,9 @@
 """`Switch`: which blocks are open on a model, and so what its patched layers compute now.
 
-Every patched layer of a model refers to the same switch, so that a swap is one assignment and cannot be half done. There
-are three axes: ``linear``, ``attention`` and ``stage``. Each takes the value of the innermost block still open that sets it, and
+Every patched layer of a model refers to the same switch, so that a swap is one assignment and cannot be half done.
+There
+are three axes: ``linear``, ``attention`` and ``stage``. Each takes the value of the innermost block still open that
+sets it, and
 None (the original state) when there is none; blocks may close in any order. Copies and pickles start with no block
 open.
 """

@@ -109,6 +109,8 @@ def _spread(model: nn.Module) -> nn.Module:
     """Give zero-initialised and constant parameters values, so that every layer matters in the output."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                continue
             if "scale_shift_table" in name or parameter.std() == 0 or parameter.numel() == 1:
                 parameter.add_(torch.randn(parameter.shape) * 0.05)
     return model

@@ -40,6 +40,9 @@ class Kernel:
         device_types: device types it runs on; empty for any.
         minimum_capability: lowest CUDA capability, for kernels that run on CUDA.
         requires: distributions that must be installed.
+        folds_pow2: linear: power-of-two global scales are part of bfloat16 operands (exact there), so that a plain GEMM
+            needs no scale.
+        float32_operands: linear: operands are float32 whatever the compute dtype, else 16-bit.
         summary: one line for `list_kernels`.
     """
 
@@ -52,7 +55,19 @@ class Kernel:
     device_types: tuple[str, ...] = ()
     minimum_capability: tuple[int, int] | None = None
     requires: tuple[str, ...] = ()
+    folds_pow2: bool = False
+    float32_operands: bool = False
     summary: str = ""
+
+    def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the GEMM operands for compute dtype ``dtype``; 16-bit ones hold ``code * block_scale`` exactly."""
+        if self.float32_operands:
+            return torch.float32
+        return torch.bfloat16 if dtype is torch.float32 else dtype
+
+    def folded(self, rule: str, dtype: torch.dtype) -> bool:
+        """Whether operands of compute dtype ``dtype`` hold their global scale."""
+        return self.folds_pow2 and rule == "pow2" and dtype is torch.bfloat16
 
     def unavailable_reason(self, device: torch.device | str) -> str | None:
         """Why this kernel cannot run on ``device``; None when it can."""
@@ -79,11 +94,24 @@ class Kernel:
 
 TABLE: tuple[Kernel, ...] = (
     Kernel(
+        name="triton_linear",
+        op="linear",
+        stages=("train", "deploy"),
+        schemes=("nvfp4",),
+        module="qatpatch.kernels.triton_linear",
+        device_types=("cuda",),
+        minimum_capability=(8, 0),
+        requires=("triton",),
+        folds_pow2=True,
+        summary="Triton quantizers around a 16-bit tensor-core GEMM, sm_80 and up",
+    ),
+    Kernel(
         name="reference_linear",
         op="linear",
         stages=("train", "deploy"),
         schemes=("nvfp4",),
         module="qatpatch.kernels.reference_nvfp4",
+        float32_operands=True,
         summary="plain torch, any device: the definition of the numbers",
     ),
     Kernel(

@@ -31,7 +31,7 @@ What is determined to the bit: Qq, Kq and Vq; the order of keys; `None`, an all-
 same bits; `train` does not change `out`; invalid memory changes nothing. What is not: the order of sums in the matmuls
 and in `l`, and the last bit of ``exp``, so that an element of P next to a rounding boundary may land on either side.
 
-Deliberately not here: autograd and input validation (`qatpatch.attention`), dropout, grouped queries, smoothing of Q, K.
+Deliberately not here: autograd and input validation (`qatpatch.attention`), dropout, grouped queries, smoothing.
 """
 
 from __future__ import annotations

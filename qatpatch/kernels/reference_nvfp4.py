@@ -13,18 +13,27 @@ import torch
 from qatpatch import nvfp4
 
 
-def operand(
-    x: torch.Tensor, *, global_scale: torch.Tensor | None, rule: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize ``x`` (..., K) to a GEMM operand: float32 ``code * block_scale`` of x's shape, and the global scale ()."""
+def operand(x: torch.Tensor, *, global_scale: torch.Tensor | None, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize ``x`` (..., K) to a GEMM operand: float32 ``code * block_scale`` of x's shape, and the global
+    scale ().
+    """
     scale = nvfp4.choose_global_scale(x, rule) if global_scale is None else global_scale.clone()
     return nvfp4.round_to_nvfp4(x, scale, dtype=torch.float32, apply_global_scale=False), scale
 
 
 def packed_operand(
-    packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor, *, columns: int, dtype: torch.dtype
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    *,
+    columns: int,
+    dtype: torch.dtype,
+    rule: str,
 ) -> torch.Tensor:
-    """The same operand from packed storage (uint8 codes and uint8 E4M3 scale bytes). ``dtype`` is not needed here."""
+    """The same operand from packed storage (uint8 codes and uint8 E4M3 scale bytes).
+
+    ``dtype`` and ``rule`` change nothing here.
+    """
     q = nvfp4.NVFP4Tensor(
         packed=packed,
         block_scale=block_scale.view(torch.float8_e4m3fn),
@@ -51,12 +60,15 @@ def matmul(
     bias: torch.Tensor | None,
     *,
     out_dtype: torch.dtype,
+    rule: str,
 ) -> torch.Tensor:
-    """``(x weight^T) * x_scale * weight_scale + bias`` from float32 operands (..., K) and (N, K), rounded once.
+    """``(x weight^T) * x_scale * weight_scale + bias`` from operands (..., K) and float32 (N, K), rounded once.
+
+    ``x`` is float32, or a weight-only layer's input in its own dtype.
 
     The scales are applied one after the other: their product alone could leave the range of FP32.
     """
-    y = torch.nn.functional.linear(x, weight)
+    y = torch.nn.functional.linear(x.float(), weight)
     y.mul_(x_scale).mul_(weight_scale)
     if bias is not None:
         y.add_(bias)

@@ -1,0 +1,75 @@
+"""The linear kernel row for CUDA GPUs from sm_80 on: Triton quantizers around a 16-bit tensor-core GEMM.
+
+With power-of-two scales in bfloat16 the operands hold their global scale exactly, so the GEMM is cuBLAS with its own bias
+epilogue. Other scales, and float16 (whose range is too small to fold them in), go onto the FP32 accumulator of a Triton
+GEMM. A weight-only layer in float32 runs a float32 GEMM over the dequantized weight.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qatpatch.kernels import kernel_named
+from qatpatch.kernels import triton_nvfp4_launch as launch
+from qatpatch.kernels.triton_nvfp4_kernels import AMAX, POW2
+
+_ROW = "triton_linear"
+_RULES = {"pow2": POW2.value, "amax": AMAX.value}
+
+
+def operand(x: torch.Tensor, *, global_scale: torch.Tensor | None, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (..., K) quantized and dense again, 16-bit, and its global scale (): folded in where `Kernel.folded` says so."""
+    row = kernel_named(_ROW)
+    folded, dtype = row.folded(rule, x.dtype), row.operand_dtype(x.dtype)
+    if global_scale is None:
+        if folded:
+            return launch.operand_pow2(x, dtype)
+        scale = launch.global_scale(x, _RULES[rule])
+    else:
+        scale = global_scale.clone()
+    return launch.operand(x, scale, dtype, folded), scale
+
+
+def packed_operand(
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    *,
+    columns: int,
+    dtype: torch.dtype,
+    rule: str,
+) -> torch.Tensor:
+    """The same operand from packed storage."""
+    row = kernel_named(_ROW)
+    folded = row.folded(rule, dtype)
+    return launch.dequantize(packed, block_scale, global_scale, columns, row.operand_dtype(dtype), folded)
+
+
+def quantize(
+    x: torch.Tensor, *, global_scale: torch.Tensor | None, rule: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Packed codes, E4M3 scale bytes (both uint8) and the global scale of x (..., K)."""
+    scale = launch.global_scale(x, _RULES[rule]) if global_scale is None else global_scale.clone()
+    packed, block_scale = launch.quantize(x, scale)
+    return packed, block_scale, scale
+
+
+def matmul(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    out_dtype: torch.dtype,
+    rule: str,
+) -> torch.Tensor:
+    """``(x weight^T) * scales + bias`` of operands (..., K) and (N, K), rounded once to ``out_dtype``."""
+    if x.dtype is torch.float32:
+        return torch.nn.functional.linear(x, weight.float() * weight_scale, bias).to(out_dtype)
+    if not kernel_named(_ROW).folded(rule, x.dtype):
+        return launch.scaled_matmul(x, weight, x_scale, weight_scale, bias, out_dtype)
+    if out_dtype is x.dtype:
+        return torch.nn.functional.linear(x, weight, bias)
+    one = torch.ones((), dtype=torch.float32, device=x.device)
+    return launch.scaled_matmul(x, weight, one, one, bias, out_dtype)

@@ -1,0 +1,136 @@
+"""What a model is made of: every linear and attention that a patch could reach, as data for the planner.
+
+`unwrap` finds the module inside wrappers; `module_units` walks a live model (`graphs.graph_units` does the same for a
+graph). Names
+are logical: a peft wrapper's ``base_layer`` is not part of them, so that the same rules fit before and after adapters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from qatpatch import dispatch
+from qatpatch.errors import PlanError
+from qatpatch.linear import COMPUTE_DTYPES
+
+_ADAPTER_HOST = "base_layer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One linear or attention that a walk found: a module, or the nodes of a graph that stand for one."""
+
+    name: str
+    paths: tuple[str, ...]
+    kind: str
+    problem: str | None
+    adapter: bool = False
+    weight: torch.Tensor | None = None
+    width: int = 0
+    head_dim: int = 0
+    device: torch.device
+    note: str = ""
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside DDP, ``torch.compile`` and peft wrappers.
+
+    Raises:
+        PlanError: for anything that is no module, or a wrapper that hides the parameters.
+    """
+    while True:
+        if not isinstance(model, nn.Module):
+            hint = "; pass pipe.transformer" if hasattr(model, "transformer") or hasattr(model, "unet") else ""
+            raise PlanError(f"qatpatch works on a torch.nn.Module, got {type(model).__name__}{hint}")
+        if "_orig_mod" in model._modules:
+            model = model._orig_mod
+        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif type(model).__name__ == "FullyShardedDataParallel":
+            raise PlanError(
+                "FullyShardedDataParallel (FSDP1) flattens the parameters away; apply before wrapping, or use "
+                "fully_shard (FSDP2)"
+            )
+        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def is_graph(model: nn.Module) -> bool:
+    """Whether the model is a graph module (torch.fx or torch.export), rewritten node by node."""
+    return isinstance(model, torch.fx.GraphModule)
+
+
+def module_units(model: nn.Module) -> list[Unit]:
+    """Every linear and attention module of a live model, once each, with all its paths."""
+    units: dict[int, Unit] = {}
+    paths: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear) or dispatch.is_attention(module):
+            paths.setdefault(id(module), []).append(path)
+    devices = {p.device for p in model.parameters()}
+    fallback = next(iter(devices), torch.device("cpu"))
+    for path, module in model.named_modules():
+        if id(module) not in paths or id(module) in units:
+            continue
+        own = tuple(paths[id(module)])
+        if isinstance(module, nn.Linear):
+            units[id(module)] = Unit(
+                name=_logical(path),
+                paths=own,
+                kind="linear",
+                problem=linear_problem(module),
+                adapter=_is_adapter(model, path),
+                weight=module.weight if isinstance(getattr(module, "weight", None), torch.Tensor) else None,
+                width=module.in_features,
+                device=getattr(module.weight, "device", fallback),
+            )
+        else:
+            parameter = next(module.parameters(), None)
+            units[id(module)] = Unit(
+                name=_logical(path),
+                paths=own,
+                kind="attention",
+                problem=dispatch.unsupported_reason(module),
+                head_dim=dispatch.head_dim(module) if dispatch.unsupported_reason(module) is None else 0,
+                device=fallback if parameter is None else parameter.device,
+            )
+    return list(units.values())
+
+
+def linear_problem(module: nn.Linear) -> str | None:
+    """Why a linear cannot be patched; None when it can."""
+    if "forward" in vars(module):
+        return (
+            "its forward was replaced by a hook (offload, accelerate, layerwise casting), which would bypass the patch "
+            "silently; apply before such hooks"
+        )
+    if type(module) is not nn.Linear:
+        return (
+            f"it is a {type(module).__name__}, not a plain nn.Linear (already quantized, parametrized or "
+            f"sharded on its own?)"
+        )
+    if type(module.weight).__name__ not in ("Parameter", "DTensor"):
+        return f"its weight is a {type(module.weight).__name__} (already quantized?)"
+    if module.weight.dtype not in COMPUTE_DTYPES:
+        return f"its weight is {module.weight.dtype}; NVFP4 training takes float32, bfloat16 or float16"
+    return None
+
+
+def _logical(path: str) -> str:
+    """A path without adapter wrappers: what the name would be without them."""
+    return ".".join(part for part in path.split(".") if part != _ADAPTER_HOST)
+
+
+def _is_adapter(model: nn.Module, path: str) -> bool:
+    """Whether the module is an adapter's own (it lies in a wrapper beside the wrapped ``base_layer``)."""
+    parts = path.split(".")
+    for depth in range(1, len(parts)):
+        parent = model.get_submodule(".".join(parts[: depth - 1])) if depth > 1 else model
+        if _ADAPTER_HOST in parent._modules and parts[depth - 1] != _ADAPTER_HOST:
+            return True
+    return False

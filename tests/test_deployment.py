@@ -1,0 +1,298 @@
+"""deploy: the same numbers from packed storage, and the dense weights really gone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from models import ltx2_inputs, run, tiny_ltx2, tiny_wan, wan_inputs
+from torch import nn
+
+import qatpatch
+from qatpatch import PlanError, Profile, Rule
+from qatpatch.linear import NVFP4Linear
+
+MODELS = {"ltx2": (tiny_ltx2, ltx2_inputs), "wan": (tiny_wan, wan_inputs)}
+MODES = ("fp32", "bf16", "autocast")
+ANY_LINEAR = Profile(name="all", rules=(Rule(match=("*",), action="linear"),))
+
+
+def in_mode(mode):
+    return torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast")
+
+
+def trained(name, mode, *, big=False, **config):
+    """A patched model after one training forward and backward in its precision, in eval mode, and inputs."""
+    make, inputs = MODELS[name]
+    model = make(torch.bfloat16 if mode == "bf16" else torch.float32, **config)
+    size = {"ltx2": dict(frames=5, height=8, width=8), "wan": dict(frames=5, height=16, width=16)}[name] if big else {}
+    data = inputs(model, **size)
+    qatpatch.apply(model)
+    model.train()
+    with in_mode(mode):
+        model(**data)[0].float().square().mean().backward()
+    model.zero_grad()
+    return model.eval(), data
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_eval_infer_deployed_and_loaded_are_equal_bit_for_bit(name, mode, tmp_path):
+    model, data = trained(name, mode, big=True)  # 320 video tokens
+    with in_mode(mode):
+        out = run(model, data)
+        with qatpatch.infer_attention(model):
+            assert torch.equal(run(model, data), out)
+        qatpatch.deploy(model)
+        assert torch.equal(run(model, data), out)
+        qatpatch.save(model, tmp_path)
+        assert torch.equal(run(qatpatch.load(tmp_path), data), out)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_with_60_inputs_is_equal_too(mode, tmp_path):
+    model, data = trained("wan", mode, ffn_dim=60)
+    assert model.blocks[0].ffn.net[2].in_features == 60
+    with in_mode(mode):
+        out = run(model, data)
+        qatpatch.deploy(model)
+        qatpatch.save(model, tmp_path)
+        for deployed in (model, qatpatch.load(tmp_path)):
+            assert torch.equal(run(deployed, data), out)
+    packed = model.blocks[0].ffn.net[2]
+    assert packed.weight_packed.shape == (256, 32) and packed.weight_scale.shape == (256, 4)
+
+
+def test_evaluation_outside_autocast_sees_the_weights_of_training():
+    model, data = trained("wan", "autocast")
+    out = run(model, data)
+    qatpatch.deploy(model)
+    assert torch.equal(run(model, data), out)
+
+
+def test_weights_were_packed_in_the_dtype_of_training():
+    packed = {}
+    for mode in ("fp32", "autocast"):
+        model, _ = trained("wan", mode)
+        weight = model.blocks[0].attn1.to_q.weight.detach().clone()
+        qatpatch.deploy(model)
+        packed[mode] = model.blocks[0].attn1.to_q.nvfp4_weight()
+        source = weight if mode == "fp32" else weight.bfloat16()
+        assert torch.equal(packed[mode].packed, qatpatch.nvfp4.quantize(source).packed)
+    assert not torch.equal(packed["fp32"].packed, packed["autocast"].packed)
+
+
+def test_storage_is_packed_and_the_dense_weights_are_gone():
+    model, _ = trained("ltx2", "fp32")
+    names = qatpatch.report(model).linears
+    weights = {name: weakref.ref(model.get_submodule(name).weight) for name in names}
+    shapes = {name: model.get_submodule(name).weight.shape for name in names}
+    refine = {name for name in names if model.get_submodule(name).quantization.settings.refine_only}
+    before = {n: p.numel() for n, p in model.named_parameters()}
+    report = qatpatch.deploy(model)
+    for name in names:
+        layer, (rows, columns) = model.get_submodule(name), shapes[name]
+        assert type(layer) is NVFP4Linear and isinstance(layer, nn.Linear)
+        stored = sum(b.nbytes for b in layer.buffers())
+        assert stored == rows * columns * 9 // 16 + 4
+        kept = name in refine
+        assert (weights[name]() is not None and layer.dense_weight is not None) if kept else weights[name]() is None
+        assert (f"{name}.dense_weight" in model.state_dict()) == kept and f"{name}.weight" not in model.state_dict()
+    assert set(report.packed) == set(names) and set(report.retained) == refine and report.held == {}
+    purged = sum(4 * before[f"{n}.weight"] for n in names if n not in refine)
+    packed = sum(shapes[n].numel() * 9 // 16 + 4 for n in names)
+    assert report.bytes_before - report.bytes_after == purged - packed == report.bytes_freed
+    assert qatpatch.deployment.model_bytes(model) == report.bytes_after
+    assert "24 linears packed, 6 of them kept dense too" in str(report) and "<table>" in report._repr_html_()
+    live = qatpatch.report(model)
+    assert {layer.state for layer in live.layers.values()} == {"deployed"}
+
+
+def test_refine_only_layers_run_dense_in_the_base_stage_after_deploy():
+    model, data = trained("ltx2", "fp32")
+    with qatpatch.stage(model, "base"):
+        base = run(model, data)
+    out = run(model, data)
+    qatpatch.deploy(model)
+    with qatpatch.stage(model, "base"):
+        assert torch.equal(run(model, data), base)
+    assert torch.equal(run(model, data), out)
+    with qatpatch.infer_attention(model) as receipt:
+        assert torch.equal(run(model, data), out) and "nothing to swap" in receipt.line
+    with pytest.raises(PlanError, match="18 layers .* cannot run dense.*retain_original_weights=True"):
+        with qatpatch.dense(model):
+            pass
+    with pytest.raises(PlanError, match="retain_original_weights=True"):
+        qatpatch.remove(model)
+
+
+def test_retained_weights_keep_dense_and_remove_working():
+    model = tiny_ltx2()
+    data = ltx2_inputs(model)
+    dense, keys = run(model, data), list(model.state_dict())
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    ids = {n: id(p) for n, p in model.named_parameters()}
+    qatpatch.apply(model)
+    out = run(model, data)
+    report = qatpatch.deploy(model, retain_original_weights=True)
+    assert report.retained == report.packed and report.bytes_freed <= 0
+    with qatpatch.dense(model):
+        assert torch.equal(run(model, data), dense)
+    assert torch.equal(run(model, data), out)
+    qatpatch.remove(model)
+    assert torch.equal(run(model, data), dense) and list(model.state_dict()) == keys
+    assert {n: id(p) for n, p in model.named_parameters()} == ids
+    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
+    assert not any(isinstance(m, NVFP4Linear) for m in model.modules())
+
+
+def test_deploy_twice_and_apply_after_deploy_are_errors():
+    model, _ = trained("wan", "fp32")
+    qatpatch.deploy(model)
+    classes = {n: type(m) for n, m in model.named_modules()}
+    with pytest.raises(PlanError, match="is deployed already"):
+        qatpatch.deploy(model)
+    with pytest.raises(PlanError, match="is deployed .*Load the original weights"):
+        qatpatch.apply(model)
+    assert {n: type(m) for n, m in model.named_modules()} == classes
+
+
+def test_what_cannot_be_packed_is_refused_before_anything_changes():
+    with torch.device("meta"):
+        model = tiny_wan(layers=1)
+    qatpatch.apply(model)
+    with pytest.raises(PlanError, match="blocks.0.attn1.to_q has a meta weight"):
+        qatpatch.deploy(model)
+    model = tiny_wan(layers=1)
+    qatpatch.apply(model)
+    model.blocks[0].ffn.net[2].forward = model.blocks[0].ffn.net[2].forward
+    with pytest.raises(PlanError, match="ffn.net.2 has a hook"):
+        qatpatch.deploy(model)
+    assert not any(isinstance(m, NVFP4Linear) for m in model.modules())
+
+
+def test_an_interrupted_deploy_leaves_a_working_model_and_can_go_on(monkeypatch):
+    model, data = trained("wan", "fp32")
+    out, calls = run(model, data), []
+    original = NVFP4Linear.from_linear.__func__
+
+    def fails(cls, linear, **arguments):
+        calls.append(linear)
+        if len(calls) == 7:
+            raise MemoryError
+        return original(cls, linear, **arguments)
+
+    monkeypatch.setattr(NVFP4Linear, "from_linear", classmethod(fails))
+    with pytest.raises(MemoryError):
+        qatpatch.deploy(model)
+    calls.clear()
+    assert torch.equal(run(model, data), out)
+    monkeypatch.undo()
+    qatpatch.deploy(model)
+    assert torch.equal(run(model, data), out) and sum(isinstance(m, NVFP4Linear) for m in model.modules()) == 20
+
+
+@pytest.mark.parametrize("holder", ["optimizer", "graph", "list"])
+def test_the_receipt_names_who_still_holds_a_weight(holder):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    qatpatch.apply(model, ANY_LINEAR)
+    if holder == "optimizer":
+        held = torch.optim.AdamW(model.parameters())
+    elif holder == "graph":
+        held = model(torch.randn(3, 64, requires_grad=True))
+    else:
+        held = [model[0].weight, model[1].weight]
+    report = qatpatch.deploy(model)
+    assert set(report.held) == {"0", "1"}
+    word = {"optimizer": "the optimizer AdamW", "graph": "open autograd graph", "list": "list"}[holder]
+    assert all(word in reason for reason in report.held.values()), report.held
+    assert report.bytes_freed == report.bytes_before - report.bytes_after - 2 * 64 * 64 * 4
+    del held
+    gc.collect()
+
+
+def test_the_peak_is_the_model_plus_one_layer(monkeypatch):
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    qatpatch.apply(model, ANY_LINEAR)
+    weights = [weakref.ref(layer.weight) for layer in model]
+    alive = []
+    original = NVFP4Linear.from_linear.__func__
+
+    def counted(cls, linear, **arguments):
+        alive.append(sum(w() is not None for w in weights))
+        return original(cls, linear, **arguments)
+
+    monkeypatch.setattr(NVFP4Linear, "from_linear", classmethod(counted))
+    qatpatch.deploy(model)
+    assert alive == [6, 5, 4, 3, 2, 1]
+
+
+def test_hooks_and_handles_move_to_the_packed_layer():
+    model = nn.Sequential(nn.Linear(64, 64))
+    seen = []
+    handle = model[0].register_forward_hook(lambda *arguments: seen.append(1))
+    qatpatch.apply(model, ANY_LINEAR)
+    qatpatch.deploy(model)
+    model(torch.randn(2, 64))
+    assert seen == [1]
+    handle.remove()
+    model(torch.randn(2, 64))
+    assert seen == [1]
+
+
+def test_adapters_run_on_packed_layers_and_cannot_be_fused():
+    from peft import LoraConfig
+
+    model, data = trained("wan", "fp32")
+    config = LoraConfig(r=8, target_modules=["to_q", "net.2"], init_lora_weights=False)
+    qatpatch.deploy(model)
+    plain = run(model, data)
+    packed = {n: b.clone() for n, b in model.named_buffers() if "weight" in n}
+    model.add_adapter(config)
+    adapted = run(model, data)
+    assert not torch.equal(adapted, plain)
+    model.set_adapters(["default"], 0.0)
+    assert torch.equal(run(model, data), plain)
+    model.set_adapters(["default"], 1.0)
+    model.train()
+    model(**data)[0].square().mean().backward()
+    assert model.blocks[0].attn1.to_q.lora_B["default"].weight.grad.abs().sum() > 0
+    with pytest.raises(RuntimeError, match="before deploy"):
+        model.fuse_lora()
+    model.unload_lora()
+    assert torch.equal(run(model.eval(), data), plain)
+    assert {n: b for n, b in model.named_buffers() if "weight" in n}.keys() == packed.keys()
+    assert all(torch.equal(dict(model.named_buffers())[n], b) for n, b in packed.items())
+
+
+def test_merged_adapters_are_quantized_as_one_weight():
+    from peft import LoraConfig
+
+    model, data = trained("wan", "fp32")
+    model.add_adapter(LoraConfig(r=8, target_modules=["to_q"], init_lora_weights=False))
+    wrapped = model.blocks[0].attn1.to_q
+    merged = wrapped.base_layer.weight + wrapped.get_delta_weight("default")
+    model.fuse_lora()
+    model.unload_lora()
+    qatpatch.deploy(model)
+    assert torch.equal(model.blocks[0].attn1.to_q.nvfp4_weight().packed, qatpatch.nvfp4.quantize(merged).packed)
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.float()])
+def test_casts_never_touch_packed_storage(cast):
+    model, data = trained("wan", "fp32")
+    qatpatch.deploy(model)
+    before = {n: b.clone() for n, b in model.named_buffers() if b.dtype is torch.uint8}
+    cast(model)
+    after = {n: b for n, b in model.named_buffers() if b.dtype is torch.uint8}
+    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+    layer = model.blocks[0].attn1.to_q
+    assert layer.bias.dtype == layer.weight.dtype == next(model.parameters()).dtype
+    assert torch.isfinite(run(model, {k: _like(v, model) for k, v in data.items()})).all()
+
+
+def _like(value, model):
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(next(model.parameters()).dtype) if is_float else value

@@ -1,0 +1,287 @@
+"""The Triton NVFP4 kernels without a GPU: they build for every architecture, and their arithmetic is exact.
+
+Two things can be had on a CPU. Triton compiles ahead of time to machine code: that each kernel still builds, without
+spilling registers, is checked for sm_80 to sm_121. And Triton's interpreter runs the kernels on CPU tensors: exact for
+the float32 and integer operations that they consist of (not for bf16 results, fp8, or bf16 dots, so none of those is
+tested here). The interpreter is chosen by Triton's own environment variable when Triton is imported, hence the child
+process: this file, run as a script.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from fractions import Fraction
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+# Capability -> bytes of shared memory that a program may take.
+CAPABILITIES = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
+
+# The integers in ALIGNED are compiled as multiples of 16.
+ALIGNED = ("columns", "row_stride", "N", "K", "a_stride", "b_stride")
+POINTERS = {
+    "peaks": "*fp32", "floors": "*fp32", "scale": "*fp32", "words": "*i32", "scales": "*u8",
+    "bias": "*bf16", "alpha_a": "*fp32", "alpha_b": "*fp32",
+}  # fmt: skip
+FLAT, ROWS = {"FLAT": True}, {"FLAT": False}
+MATMUL = {"HAS_BIAS": True, "GROUP_M": 8}
+# name -> kernel, dtype of x and out, its tile in the launch module, compile-time arguments.
+CASES = {
+    "peaks": ("peaks_kernel", "bf16", "PEAKS_TILE", FLAT),
+    "peaks, rows": ("peaks_kernel", "fp32", "PEAKS_TILE", ROWS),
+    "amax": ("global_scale_kernel", "fp32", None, {"RULE": 0, "CHUNK": 4096}),
+    "global scale, pow2": ("global_scale_kernel", "fp32", None, {"RULE": 1, "CHUNK": 4096}),
+    "global scale, amax": ("global_scale_kernel", "fp32", None, {"RULE": 2, "CHUNK": 4096}),
+    "operand": ("operand_kernel", "bf16", "OPERAND_TILE", {"APPLY": True, **FLAT}),
+    "operand, rows": ("operand_kernel", "fp16", "OPERAND_TILE", {"APPLY": False, **ROWS}),
+    "pow2 operand": ("operand_kernel_pow2", "bf16", "OPERAND_TILE", FLAT),
+    "pow2 operand, rows": ("operand_kernel_pow2", "fp32", "OPERAND_TILE", ROWS),
+    "repair": ("repair_kernel_pow2", "bf16", "OPERAND_TILE", {"CHUNK": 4096, "LANES": 64, **FLAT}),
+    "quantize": ("quantize_kernel", "bf16", "QUANTIZE_TILE", FLAT),
+    "quantize, rows": ("quantize_kernel", "fp32", "QUANTIZE_TILE", ROWS),
+    "dequantize": ("dequantize_kernel", "bf16", "DEQUANTIZE_TILE", {"APPLY": True, **FLAT}),
+    "dequantize, rows": ("dequantize_kernel", "fp16", "DEQUANTIZE_TILE", {"APPLY": False, **ROWS}),
+    "matmul": ("matmul_kernel", "bf16", None, {"EVEN_K": True, **MATMUL}),
+    "matmul, few rows": ("matmul_kernel", "fp16", None, {"EVEN_K": False, **MATMUL}),
+}
+
+
+def _compile(name: str, capability: int) -> str:
+    """Build one case; returns "" or what is wrong with it."""
+    from triton import compile as triton_compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from qatpatch.kernels import triton_nvfp4_kernels, triton_nvfp4_launch
+
+    kernel_name, dtype, tile_name, constants = CASES[name]
+    options = {"num_warps": 8, "enable_fp_fusion": False}
+    if tile_name:
+        tile = getattr(triton_nvfp4_launch, tile_name)
+        constants = {**constants, "BLOCKS": tile.blocks}
+        options["num_warps"] = tile.warps
+    if kernel_name == "matmul_kernel":
+        row = next(r for r in triton_nvfp4_launch.MATMUL_TILES if divmod(capability, 10) >= r[0])
+        tile = row[2] if "few" in name else row[1]
+        constants = {**constants, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
+        options |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    kernel = getattr(triton_nvfp4_kernels, kernel_name)
+    signature, attributes = {}, {}
+    for index, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+            continue
+        tensor = argument in ("x", "out", "a", "b")
+        signature[argument] = f"*{dtype}" if tensor else POINTERS.get(argument, "i32")
+        if signature[argument].startswith("*") or argument in ALIGNED:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    built = triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    problems = []
+    if ".ftz" in built.asm["ptx"]:
+        problems.append("flushes subnormal numbers")
+    if built.metadata.shared > CAPABILITIES[capability]:
+        problems.append(f"takes {built.metadata.shared} bytes of shared memory")
+    if stack := _stack_bytes(built.asm["cubin"]):
+        problems.append(f"spills {stack} bytes a thread")
+    return ", ".join(problems)
+
+
+def _stack_bytes(cubin: bytes) -> int:
+    from tempfile import NamedTemporaryFile
+
+    from triton import knobs
+
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(text.split("STACK:")[1].split()[0])
+
+
+@pytest.fixture(scope="module")
+def builds() -> dict[tuple[str, int], str]:
+    jobs = [(name, capability) for capability in CAPABILITIES for name in CASES]
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        return dict(zip(jobs, pool.map(_compile, *zip(*jobs, strict=True), chunksize=8), strict=True))
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_kernel_builds_without_a_gpu(builds, capability):
+    assert {name: builds[name, capability] for name in CASES if builds[name, capability]} == {}
+
+
+def test_newton_step_gives_the_rounded_reciprocal_of_every_block_scale():
+    """The one approximate instruction: from any start within 4 ulp, in exact rational arithmetic with FMA roundings."""
+
+    def rounded(value: Fraction) -> Fraction:  # to 24 significant bits, nearest even
+        exponent = math.frexp(float(value))[1]
+        unit = Fraction(2) ** (exponent - 24)
+        return round(value / unit) * unit
+
+    for eighths in range(8, 16):
+        scale = Fraction(eighths, 8)
+        wanted = rounded(1 / scale)
+        for ulps in range(-4, 5):
+            start = wanted + ulps * Fraction(2) ** (math.frexp(float(wanted))[1] - 24)
+            residual = 1 - scale * start
+            assert rounded(start * (rounded(residual) if residual else 0) + start) == wanted
+
+
+def _child(task: str, **environment: str) -> str:
+    search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, __file__, task],
+        env={**os.environ, "PYTHONPATH": search_path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_arithmetic_is_exact_in_the_interpreter():
+    assert "all exact" in _child("interpret", TRITON_INTERPRET="1")
+
+
+def test_launches_specialise_and_compile():
+    """What ahead-of-time compilation does not see: the launcher's own view of each argument, call after call."""
+    assert "all compiled" in _child("launch")
+
+
+def test_import_needs_triton_and_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in list(sys.modules):
+        if name.startswith("qatpatch.kernels.triton_"):
+            monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match="pip install triton"):
+        importlib.import_module("qatpatch.kernels.triton_nvfp4")
+
+
+def interpreted_checks() -> None:
+    """Run in the child process: every kernel on CPU tensors against `qatpatch.nvfp4`, bit for bit."""
+    from qatpatch import nvfp4
+    from qatpatch.kernels import triton_nvfp4_launch as launch
+    from qatpatch.kernels.triton_nvfp4_kernels import AMAX, POW2, RAW
+
+    tile = launch.Tile(16, 4)
+    torch.manual_seed(0)
+    normal = torch.randn(6, 96)
+    wide = torch.exp(4 * torch.randn(8, 64)) * normal[0, :64].sign()
+    wide[0, 0] = 1e9  # most other blocks get subnormal or zero scales: work for the repair
+    odd = torch.randn(8, 64)
+    odd[0, 3], odd[1, 20], odd[2], odd[3, :16] = float("inf"), float("nan"), -0.0, 1e-30
+    odd[4] *= 1e-38
+    scales = torch.arange(1, 127, 6, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middle = torch.tensor([0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, 6])
+    middle = (scales[:, None] * middle).view(torch.int32)
+    ties = torch.stack([middle, middle + 1, middle - 1]).view(torch.float32).reshape(-1, 16)
+    # Block amaxes whose sixth lies halfway between two E4M3 numbers, or one ulp off.
+    halfway = 6 * torch.arange(17, 32, 2) / 16 * torch.tensor([[2.0**-12], [2.0**-8], [1.0], [2.0**8]])
+    halfway = torch.stack([halfway.view(torch.int32) + d for d in (-1, 0, 1)]).view(torch.float32).reshape(-1, 1)
+    inputs = {
+        "normal": normal,
+        "halfway": torch.cat([halfway, torch.rand(len(halfway), 15) * halfway], 1),
+        "wide": wide,
+        "odd": odd,
+        "ties": torch.where(ties.isfinite(), ties, 0.0),
+        "ragged": torch.randn(5, 100) * torch.logspace(-6, 3, 5)[:, None],
+        "one short block": torch.randn(4, 8),
+        "strided": torch.randn(5, 128)[:, 24:88],
+        "transposed": torch.randn(40, 5).t(),
+        "tiny": torch.randn(4, 32) * 1e-36,
+        "tinier": torch.randn(4, 32) * 5e-39,
+        "subnormal": torch.randn(4, 32) * 1e-44,
+        "huge": torch.randn(4, 32) * 3e37,
+        "zero": torch.zeros(3, 32).copysign(torch.randn(3, 1)),
+        "nan": torch.full((3, 32), float("nan")),
+    }
+    for name, x in inputs.items():
+        pow2 = nvfp4.choose_global_scale(x)
+        operand, scale = launch.operand_pow2(x, torch.float32, tile)
+        _same(scale, pow2, name, "pow2 scale")
+        _same(operand, nvfp4.round_to_nvfp4(x, pow2, dtype=torch.float32), name, "pow2 operand")
+        _same(launch.global_scale(x, RAW.value, tile), nvfp4.finite_amax(x), name, "amax")
+        _same(launch.global_scale(x, POW2.value, tile), pow2, name, "pow2 rule")
+        amax_scale = nvfp4.choose_global_scale(x, "amax")
+        _same(launch.global_scale(x, AMAX.value, tile), amax_scale, name, "amax rule")
+        for scale, apply in ((pow2, False), (amax_scale, True), (torch.tensor(0.0137), False)):
+            wanted = nvfp4.quantize(x, global_scale=scale)
+            packed, block_scale = launch.quantize(x, scale, tile)
+            _same(packed, wanted.packed, name, "codes")
+            _same(block_scale, wanted.block_scale.view(torch.uint8), name, "block scales")
+            dense = nvfp4.dequantize(wanted) if apply else nvfp4.dequantize_without_global_scale(wanted)
+            _same(launch.operand(x, scale, torch.float32, apply, tile), dense, name, "operand")
+            back = launch.dequantize(packed, block_scale, scale, x.shape[-1], torch.float32, apply, tile)
+            _same(back, dense, name, "dequantized")
+    for rows, columns, depth in ((5, 24, 40), (33, 17, 64), (1, 16, 0)):
+        a, b, bias = torch.randn(rows, depth).half(), torch.randn(columns, depth).half(), torch.randn(columns)
+        alpha, beta = torch.tensor(3e38), torch.tensor(1e-38)  # total * alpha alone would overflow
+        small = launch.MatmulTile(16, 16, 32, 1, 1)
+        out = launch.scaled_matmul(a, b, alpha, beta, bias, torch.float32, small)
+        wanted = a.double() @ b.double().T * alpha.double() * beta.double() + bias.double()
+        if not torch.allclose(out.double(), wanted, rtol=1e-5, atol=1e-5):
+            raise SystemExit(f"matmul {rows} x {depth} x {columns}: {(out - wanted).abs().max()} off")
+    print("all exact")
+
+
+def _same(found: torch.Tensor, wanted: torch.Tensor, *what: str) -> None:
+    """Equal shape, dtype and bits; a NaN equals any other."""
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        raise SystemExit(f"{what}: {found.shape} {found.dtype} instead of {wanted.shape} {wanted.dtype}")
+    if found.is_floating_point():
+        nan = found.isnan() & wanted.isnan()
+        found, wanted = found.masked_fill(nan, 0.0), wanted.masked_fill(nan, 0.0)
+        found, wanted = found.contiguous().view(torch.int32), wanted.contiguous().view(torch.int32)
+    if not torch.equal(found, wanted):
+        raise SystemExit(f"{what}: {int((found != wanted).sum())} of {found.numel()} differ")
+
+
+def launch_checks() -> None:
+    """Run in the child process: every launch up to the compiled kernel, under a driver that claims an sm_90 device."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from qatpatch.kernels import triton_nvfp4_launch as launch
+
+    class Device:
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device=None):
+            return 0
+
+    run = JITFunction.run
+    JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
+    driver.set_active(Device())
+    one, (_, large, small) = torch.ones(()), launch.MATMUL_TILES[1]
+    for x in (torch.randn(300, 512).bfloat16(), torch.randn(7, 100).bfloat16(), torch.randn(7, 24).bfloat16()):
+        for rule in (0, 1, 2):
+            launch.global_scale(x, rule)
+        packed, block_scale = launch.quantize(x, one)
+        launch.operand(x, one, x.dtype, True)
+        launch.operand_pow2(x, x.dtype)
+        launch.dequantize(packed, block_scale, one, x.shape[-1], x.dtype, True)
+        weight = torch.randn(48, x.shape[-1]).bfloat16()
+        launch.scaled_matmul(x, weight, one, one, None, x.dtype, large)
+        launch.scaled_matmul(x, weight, one, one, one.expand(48), torch.float32, small)
+    print("all compiled")
+
+
+if __name__ == "__main__":
+    {"interpret": interpreted_checks, "launch": launch_checks}[sys.argv[1]]()
