@@ -117,6 +117,18 @@ TABLE: tuple[Kernel, ...] = (
         summary="plain torch, any device: the definition of the numbers",
     ),
     Kernel(
+        name="triton_attention",
+        op="attention",
+        stages=("train", "infer"),
+        schemes=ATTENTION_SCHEMES,
+        module="qatpatch.kernels.triton_attention",
+        device_types=("cuda",),
+        minimum_capability=(8, 0),
+        requires=("triton",),
+        head_dims=(64, 128),
+        summary="Triton, P quantized in registers; fa4 on torch's dense attention, sm_80 and up",
+    ),
+    Kernel(
         name="reference_attention",
         op="attention",
         stages=("train", "infer"),
