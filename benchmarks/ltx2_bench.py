@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python benchmarks/ltx2_bench.py [--attention] [--target sm_120] [--layers 48] [--out results.json]
 
-4290 video tokens (11 x 15 x 26), 1024 text tokens with an all-ones mask, 126 audio tokens. A train step is a forward and
-a backward with gradient checkpointing. Times are CUDA events, medians; the variants share one model and take turns by
-`qatpatch.dense`, so that drift meets all of them. Memory is what the allocator holds.
+4290 video tokens (11 x 15 x 26), 1024 text tokens with an all-ones mask, 126 audio tokens. A train step is a forward
+and a backward with gradient checkpointing. Times are CUDA events, medians; the variants share one model and take turns
+by `qatpatch.dense`, so that drift meets all of them. Memory is what the allocator holds.
 """
 
 from __future__ import annotations

@@ -301,8 +301,8 @@ def _prepare(model: nn.Module, description: dict[str, Any], device: torch.device
         if reason is not None:
             raise CheckpointError(f"{name} cannot take its QAT attention: {reason}")
         dispatch.attach(module, attention["scheme"], switch)
-        choice, _ = bind_infer(attention["deployed_scheme"], device, None)
         state = dispatch.attention_state(module)
+        choice, _ = bind_infer(attention["deployed_scheme"], device, None, state.head_dim)
         state.deployed = AttentionChoice(mode="deployed", scheme=choice.scheme, kernel=choice.kernel)
     return Record(
         profile=description["profile"],

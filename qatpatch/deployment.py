@@ -136,7 +136,7 @@ def _attention_choices(model: nn.Module, record: Record, kernel: str | None) -> 
             raise PlanError(
                 f"{paths[0]} lost its QAT attention (set_attn_processor?); it is untouched: remove and apply again"
             )
-        choice, _ = bind_infer(state.scheme, device_of(module, model), kernel)
+        choice, _ = bind_infer(state.scheme, device_of(module, model), kernel, state.head_dim)
         choices.append((state, AttentionChoice(mode="deployed", scheme=choice.scheme, kernel=choice.kernel)))
     return choices
 

@@ -275,7 +275,9 @@ def _accept(walk: _Walk, unit: Unit, *, refine_only: bool) -> None:
     request = walk.request
     scheme = "nvfp4" if unit.kind == "linear" else request.scheme
     try:
-        kernel = kernels.resolve(unit.kind, stage="train", scheme=scheme, device=unit.device)
+        kernel = kernels.resolve(
+            unit.kind, stage="train", scheme=scheme, device=unit.device, head_dim=unit.head_dim or None
+        )
     except KernelUnavailable as error:
         _refuse(walk, unit, str(error))
         return

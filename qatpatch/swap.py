@@ -16,7 +16,7 @@ from torch import nn
 
 from qatpatch import kernels
 from qatpatch.errors import PlanError, nearest
-from qatpatch.patch import Record, device_of, is_purged, patch_record
+from qatpatch.patch import Record, device_of, is_purged, layer_state, patch_record
 from qatpatch.receipts import SwapReceipt
 from qatpatch.switch import AttentionChoice
 from qatpatch.units import unwrap
@@ -53,7 +53,8 @@ def infer_attention(model: nn.Module, kernel: str | None = None) -> Iterator[Swa
             "attention)"
         )
     device = device_of(None, model)
-    choice, row = bind_infer(record.scheme, device, kernel)
+    first = layer_state("attention", model.get_submodule(next(iter(record.attentions.values()))[0]))
+    choice, row = bind_infer(record.scheme, device, kernel, first.head_dim if first is not None else None)
     note = "deployed already: nothing to swap" if record.deployed and kernel is None else ""
     receipt = SwapReceipt(
         swap="infer_attention",
@@ -126,7 +127,9 @@ def stage(model: nn.Module, name: str) -> Iterator[SwapReceipt]:
         yield receipt
 
 
-def bind_infer(scheme: str, device: torch.device, name: str | None) -> tuple[AttentionChoice, kernels.Kernel]:
+def bind_infer(
+    scheme: str, device: torch.device, name: str | None, head_dim: int | None = None
+) -> tuple[AttentionChoice, kernels.Kernel]:
     """The infer kernel for attention trained with ``scheme``: of that scheme, unless one of another is asked for
     by name.
     """
@@ -134,7 +137,7 @@ def bind_infer(scheme: str, device: torch.device, name: str | None) -> tuple[Att
         named = kernels.kernel_named(name)
         if named.op == "attention" and scheme not in named.schemes:
             scheme = named.schemes[0]
-    row = kernels.resolve("attention", stage="infer", scheme=scheme, device=device, name=name)
+    row = kernels.resolve("attention", stage="infer", scheme=scheme, device=device, name=name, head_dim=head_dim)
     return AttentionChoice(mode="infer", scheme=scheme, kernel=None if name is None else row.name), row
 
 

@@ -156,6 +156,10 @@ class TestAgainstTheOracle:
         assert q.packed.shape == (3, 16)
         assert not q.packed[:, 9:].any() and not (q.packed[:, 8] >> 4).any()
 
+    def test_zero_columns(self):
+        q = nvfp4.quantize(torch.empty(4, 0))
+        assert q.packed.shape == (4, 0) and q.global_scale == 1 and nvfp4.dequantize(q).shape == (4, 0)
+
     @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 60)])
     def test_zero_rows(self, shape):
         assert_same_bits(torch.empty(shape))

@@ -1,8 +1,8 @@
 """The linear kernel row for CUDA GPUs from sm_80 on: Triton quantizers around a 16-bit tensor-core GEMM.
 
 With power-of-two scales in bfloat16 the operands hold their global scale exactly, so the GEMM is cuBLAS with its own
-bias epilogue. Other scales, and float16 (whose range is too small to fold them in), go onto the FP32 accumulator of a Triton
-GEMM. A weight-only layer in float32 runs a float32 GEMM over the dequantized weight.
+bias epilogue. Other scales, and float16 (whose range is too small to fold them in), go onto the FP32 accumulator of a
+Triton GEMM. A weight-only layer in float32 runs a float32 GEMM over the dequantized weight.
 """
 
 from __future__ import annotations
