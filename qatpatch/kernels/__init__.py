@@ -6,7 +6,7 @@ never falls back to another scheme. It decides for one device and remembers noth
 
 A row's module is imported on first use and exposes, by op:
 
-- linear: ``operand``, ``packed_operand``, ``quantize``, ``matmul`` (see `reference_nvfp4`);
+- linear: ``operand``, ``operands``, ``packed_operand``, ``quantize``, ``matmul`` (see `reference_nvfp4`);
 - attention: ``forward``, ``backward`` (see `reference_attention`).
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -91,7 +92,7 @@ class Kernel:
 
     def load(self) -> ModuleType:
         """The module with the kernel's functions."""
-        return importlib.import_module(self.module)
+        return sys.modules.get(self.module) or importlib.import_module(self.module)
 
 
 TABLE: tuple[Kernel, ...] = (
@@ -138,6 +139,8 @@ TABLE: tuple[Kernel, ...] = (
     ),
 )
 
+_BY_NAME = {kernel.name: kernel for kernel in TABLE}
+
 
 def architecture(capability: tuple[int, int]) -> str:
     """``(10, 0)`` as ``"sm_100"``."""
@@ -158,10 +161,10 @@ def kernel_named(name: str) -> Kernel:
     Raises:
         KernelUnavailable: there is no such row.
     """
-    for kernel in TABLE:
-        if kernel.name == name:
-            return kernel
-    raise KernelUnavailable(f"there is no kernel called {name!r}{nearest(name, (k.name for k in TABLE))}")
+    kernel = _BY_NAME.get(name)
+    if kernel is None:
+        raise KernelUnavailable(f"there is no kernel called {name!r}{nearest(name, _BY_NAME)}")
+    return kernel
 
 
 def resolve(

@@ -30,6 +30,16 @@ def operand(x: torch.Tensor, *, global_scale: torch.Tensor | None, rule: str) ->
     return launch.operand(x, scale, dtype, folded), scale
 
 
+def operands(
+    x: torch.Tensor, weight: torch.Tensor, *, x_scale: torch.Tensor | None, rule: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`operand` of both sides of a GEMM, in shared launches where that can be."""
+    row = kernel_named(_ROW)
+    if x_scale is None and row.folded(rule, x.dtype):
+        return launch.operand_pair_pow2(x, weight, row.operand_dtype(x.dtype))
+    return *operand(x, global_scale=x_scale, rule=rule), *operand(weight, global_scale=None, rule=rule)
+
+
 def packed_operand(
     packed: torch.Tensor,
     block_scale: torch.Tensor,
@@ -56,7 +66,7 @@ def quantize(
 
 def matmul(
     x: torch.Tensor,
-    x_scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
@@ -64,12 +74,15 @@ def matmul(
     out_dtype: torch.dtype,
     rule: str,
 ) -> torch.Tensor:
-    """``(x weight^T) * scales + bias`` of operands (..., K) and (N, K), rounded once to ``out_dtype``."""
+    """``(x weight^T) * scales + bias`` of operands (..., K) and (N, K), rounded once to ``out_dtype``.
+
+    ``x_scale`` is None for a weight-only layer's input.
+    """
     if x.dtype is torch.float32:
         return torch.nn.functional.linear(x, weight.float() * weight_scale, bias).to(out_dtype)
-    if not kernel_named(_ROW).folded(rule, x.dtype):
-        return launch.scaled_matmul(x, weight, x_scale, weight_scale, bias, out_dtype)
-    if out_dtype is x.dtype:
+    folded = kernel_named(_ROW).folded(rule, x.dtype)
+    if folded and out_dtype is x.dtype:
         return torch.nn.functional.linear(x, weight, bias)
-    one = torch.ones((), dtype=torch.float32, device=x.device)
-    return launch.scaled_matmul(x, weight, one, one, bias, out_dtype)
+    if folded or x_scale is None:
+        x_scale = torch.ones((), dtype=torch.float32, device=x.device)
+    return launch.scaled_matmul(x, weight, x_scale, x_scale if folded else weight_scale, bias, out_dtype)

@@ -104,6 +104,11 @@ def _repair_launcher(kernel: str, tile: Tile, flat: bool) -> Launcher:
     return _launcher(kernel, tile, FLAT=flat, CHUNK=PEAKS_CHUNK, LANES=REPAIR_LANES)
 
 
+def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous, of x's shape."""
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 def _tiles(blocks: int, tile: Tile) -> int:
     return -(-blocks // tile.blocks)
 
@@ -131,7 +136,7 @@ def quantize(x: Tensor, global_scale: Tensor, tile: Tile = QUANTIZE_TILE) -> tup
 
 
 def operand(x: Tensor, global_scale: Tensor, dtype: torch.dtype, apply: bool, tile: Tile = OPERAND_TILE) -> Tensor:
-    out = x.new_empty(x.shape, dtype=dtype)
+    out = _empty(x, dtype)
     if x.numel():
         matrix, shape, flat = _blocks_of(x)
         launcher = _launcher("operand_kernel", tile, APPLY=apply, FLAT=flat)
@@ -140,7 +145,7 @@ def operand(x: Tensor, global_scale: Tensor, dtype: torch.dtype, apply: bool, ti
 
 
 def operand_pow2(x: Tensor, dtype: torch.dtype, tile: Tile = OPERAND_TILE) -> tuple[Tensor, Tensor]:
-    out, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty((), dtype=torch.float32)
+    out, scale = _empty(x, dtype), x.new_empty((), dtype=torch.float32)
     if not x.numel():
         return out, scale.fill_(1.0)
     matrix, shape, flat = _blocks_of(x)
@@ -159,7 +164,7 @@ def operand_pair_pow2(
     alike = x.dtype is weight.dtype and x.get_device() == weight.get_device()
     if not (alike and x.numel() and weight.numel() and _is_flat(x) and _is_flat(weight)):
         return *operand_pow2(x, dtype, tile), *operand_pow2(weight, dtype, tile)
-    x_out, w_out = x.new_empty(x.shape, dtype=dtype), x.new_empty(weight.shape, dtype=dtype)
+    x_out, w_out = _empty(x, dtype), _empty(weight, dtype)
     x_scale, w_scale = x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
     x_blocks, w_blocks = x.numel() // BLOCK_SIZE, weight.numel() // BLOCK_SIZE
     x_tiles = _tiles(x_blocks, tile)
