@@ -262,8 +262,8 @@ def _same(found: torch.Tensor, wanted: torch.Tensor, *what: str) -> None:
 def launch_checks() -> None:
     """Run in the child process: every launch up to the driver, on a driver that claims an sm_90 device.
 
-    Each call is made twice: the first time through Triton's JIT, which compiles, the second time directly. What a direct
-    launch runs must be what the JIT chooses for the same arguments.
+    Each call is made twice: the first time through Triton's JIT, which compiles, the second time directly. What a
+    direct launch runs must be what the JIT chooses for the same arguments.
     """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -328,7 +328,7 @@ def launch_checks() -> None:
 
 
 def _launches(launch):
-    """Calls that differ in whatever Triton may specialise on: dtypes, alignments, integers that are 1 or divide by 16."""
+    """Calls that differ in whatever Triton specialises on: dtypes, alignments, integers (1, multiples of 16, wide)."""
 
     def shifted(rows, columns, offset):
         return torch.randn(rows * columns + offset)[offset:].view(rows, columns)

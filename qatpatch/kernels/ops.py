@@ -158,7 +158,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def calls(x: torch.Tensor, weight: torch.Tensor) -> Calls:
     """What to call for these operands where gradients are off: the operators, or what is behind them.
 
-    The latter where nobody could tell: plain tensors with memory, no compiler, no dispatch mode, no functorch transform.
+    The latter where nobody could tell: plain tensors with memory; no compiler, dispatch mode or functorch transform.
     """
     plain = (
         not torch.compiler.is_compiling()
