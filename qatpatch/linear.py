@@ -12,12 +12,12 @@ autocast is on, else the weight's, or the one that training recorded where that 
 autocast sees the weights that training saw, and `deploy` packs exactly those. Output dtype is what `nn.Linear` gives.
 
 `QATLinear` adds no parameter and no buffer; a live ``nn.Linear`` becomes one by assigning its class. `NVFP4Linear`
-replaces the object: its storage is uint8 throughout (codes, E4M3 bytes, the FP32 global scale as four bytes), so that no
-``.to(dtype)``, autocast or loader can change it. Neither knows a model or diffusers.
+replaces the object: its storage is uint8 throughout (codes, E4M3 bytes, the FP32 global scale as four bytes), so that
+no ``.to(dtype)``, autocast or loader can change it. Neither knows a model or diffusers.
 
 A model has hundreds of these layers, and a GPU is done with a small one in 20 us: what a forward costs the host counts.
-So attributes and autocast are read once, no cast or view is made that changes nothing, there is no autograd node without
-gradients, and with them one.
+So attributes and autocast are read once, no cast or view is made that changes nothing, there is no autograd node
+without gradients, and with them one.
 """
 
 from __future__ import annotations
