@@ -67,7 +67,7 @@ class LinearState:
     Attributes:
         settings: `LinearSettings`.
         switch: the model's open blocks.
-        trained_dtype: compute dtype of the last forward in training mode, None before one.
+        trained_dtype: compute dtype of the last forward that counts as training (or, before one, under autocast).
         calibration: largest input magnitudes seen, float32 (); None outside `calibrate`.
     """
 
@@ -95,12 +95,15 @@ class LinearState:
         return name
 
     def compute_dtype(self, autocast: torch.dtype | None, weight_dtype: torch.dtype, *, training: bool) -> torch.dtype:
-        """The dtype in which operands are quantized, ``autocast`` (None: off) first; recorded in training mode."""
+        """The dtype in which operands are quantized, ``autocast`` (None: off) first; recorded for deploy."""
         dtype = autocast
         if dtype is None:
             dtype = weight_dtype if training or self.trained_dtype is None else self.trained_dtype
-        if training and self.trained_dtype is not dtype:
-            self.trained_dtype = dtype
+        if self.trained_dtype is not dtype:
+            # Models that were never put in training mode train too, and weights may be packed after evaluation alone.
+            counts = training or (autocast is not None and (self.trained_dtype is None or torch.is_grad_enabled()))
+            if counts:
+                self.trained_dtype = dtype
         return dtype
 
     def input_scale(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -390,13 +393,15 @@ class NVFP4Linear(nn.Linear):
                     "retain_original_weights=True to keep that possible"
                 )
             return nn.functional.linear(x, self.dense_weight, self.bias)
-        return _PackedLinear.apply(x, self) if _differentiated(x) else self._packed(x)
+        if _differentiated(x, self.bias):
+            return _PackedLinear.apply(x, self.bias, self)
+        return self._packed(x)
 
     def _packed(self, x: torch.Tensor) -> torch.Tensor:
         state, host_dtype, device = self.quantization, self.compute_dtype, x.device
         autocast, packed, bias = autocast_dtype(device), self.weight_packed, self.bias
         _check_dtypes(x.dtype, host_dtype, autocast)
-        dtype = state.compute_dtype(autocast, host_dtype, training=False)
+        dtype = autocast or state.trained_dtype or host_dtype
         kernel, run = state.kernel("deploy", device), ops.calls(x, packed)
         rows = _as(x, dtype)
         rows = rows if x.dim() == 2 else rows.reshape(-1, self.in_features)
@@ -412,6 +417,12 @@ class NVFP4Linear(nn.Linear):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> NVFP4Linear:
         probe = fn(torch.empty(0, dtype=self.compute_dtype, device=self.weight_packed.device))
+        if fn(torch.empty(0, dtype=torch.uint8, device=self.weight_packed.device)).dtype is not torch.uint8:
+            raise RuntimeError(
+                "a deployed layer holds packed codes and scale bytes, which cannot be converted to another "
+                "dtype (type()?); "
+                "use .to(dtype), which converts the rest"
+            )
         super()._apply(fn, recurse)
         if probe.dtype in COMPUTE_DTYPES:
             self._dtype = probe.dtype
@@ -464,24 +475,28 @@ class NVFP4Linear(nn.Linear):
 
 
 class _PackedLinear(torch.autograd.Function):
-    """The deployed forward; the input's gradient, for adapters on packed layers, is dY Wq."""
+    """The deployed forward. For adapters on packed layers: the input's gradient is dY Wq, the bias's sum dY."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: NVFP4Linear) -> torch.Tensor:
-        ctx.layer, ctx.dtype = layer, x.dtype
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, layer: NVFP4Linear) -> torch.Tensor:
+        ctx.layer, ctx.dtype, ctx.bias_dtype = layer, x.dtype, None if bias is None else bias.dtype
         return layer._packed(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        weight = nvfp4.dequantize(ctx.layer.nvfp4_weight(), dtype=dy.dtype)
-        return (dy @ weight).to(ctx.dtype), None
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        dx = db = None
+        with without_autocast(dy.device):
+            if ctx.needs_input_grad[0]:
+                dx = (dy @ nvfp4.dequantize(ctx.layer.nvfp4_weight(), dtype=dy.dtype)).to(ctx.dtype)
+            if ctx.bias_dtype is not None and ctx.needs_input_grad[1]:
+                db = dy.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        return dx, db, None
 
 
 def _check_dtypes(dtype: torch.dtype, weight_dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     if dtype == weight_dtype or dtype == torch.float32 or autocast:
         return
     raise RuntimeError(
-        f"the input is {dtype} and the weight {weight_dtype}; nn.Linear refuses that outside autocast, and so "
-        f"does this "
-        "layer. Convert one, or run under torch.autocast"
+        f"the input is {dtype} and the weight {weight_dtype}; nn.Linear refuses that outside autocast, and so does "
+        "this layer. Convert one, or run under torch.autocast"
     )

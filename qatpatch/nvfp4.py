@@ -304,6 +304,8 @@ def _check_input(x: torch.Tensor) -> None:
 
 
 def _as_scale(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    if not isinstance(scale, torch.Tensor | int | float):
+        raise TypeError(f"global_scale is a number or a tensor (decode direction), got {scale!r}")
     tensor = torch.as_tensor(scale, dtype=torch.float32, device=device)
     if tensor.numel() != 1:
         raise ValueError(f"global_scale is one number for the whole tensor, got shape {tuple(tensor.shape)}")

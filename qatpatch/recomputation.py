@@ -9,19 +9,21 @@ during the backward pass, when another block may be open. So each layer keeps a 
   its output. Checkpointing replaces saved tensors by recomputed ones, so a node that finds another mode than its own
   (`Call.confirm`) knows that the guess was wrong, and raises;
 - reentrant checkpointing runs its forward without autograd, so there no graph can be asked: the modes of such forwards
-  in training are collected, and a recomputation raises unless there was exactly one.
+  are collected, and a recomputation raises unless there was exactly one.
 
 Compiled regions need none of this: their recomputation is compiled with the mode they were traced with.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 import zlib
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 _ADVICE = (
     "gradient checkpointing recomputes a layer during backward, and a qatpatch block (infer_attention, dense, "
@@ -29,6 +31,9 @@ _ADVICE = (
     "entered or left between its forward and its backward in a way that cannot be followed; run the backward before "
     "the block changes, or use checkpoint(..., use_reentrant=False)"
 )
+
+
+_REENTRANT_FORWARD = torch.utils.checkpoint.CheckpointFunction.forward.__code__
 
 
 class Call:
@@ -70,6 +75,7 @@ class CallHistory:
     def __init__(self) -> None:
         self._calls: list[weakref.ref[Call]] = []
         self._without_graph: set[Any] = set()
+        self._latest: Any = None
         self._recomputed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CallHistory:
@@ -98,7 +104,8 @@ class CallHistory:
             return call.mode, call
         if len(self._without_graph) > 1:
             raise RuntimeError(f"{_ADVICE} (its forwards ran as {' and '.join(sorted(map(str, self._without_graph)))})")
-        known = next(iter(self._without_graph), mode)
+        # Without any, nothing that this layer computed is part of what is differentiated: only its repetition must fit.
+        known = next(iter(self._without_graph), mode if self._latest is None else self._latest)
         return known, Call(known) if torch.is_grad_enabled() else None
 
     def _ordinary(self, mode: Any, training: bool) -> tuple[Any, Call | None]:
@@ -106,13 +113,24 @@ class CallHistory:
             self._recomputed = False
             self._without_graph.clear()
         if not torch.is_grad_enabled():
-            if training:
+            if training and _inside_reentrant_checkpoint():
                 self._without_graph.add(mode)
             return mode, None
+        self._latest = mode
         call = Call(mode)
         self._calls = [ref for ref in self._calls if ref() is not None]
         self._calls.append(weakref.ref(call))
         return mode, call
+
+
+def _inside_reentrant_checkpoint() -> bool:
+    """Whether this forward runs for `torch.utils.checkpoint` with use_reentrant=True, and so will run again."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _REENTRANT_FORWARD:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _Remember(torch.autograd.Function):

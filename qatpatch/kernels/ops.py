@@ -23,7 +23,13 @@ _LIBRARY = torch.library.Library("qatpatch", "FRAGMENT")
 
 def _define(schema: str, implementation: Callable, fake: Callable) -> Callable:
     name = schema.split("(", 1)[0]
-    _LIBRARY.define(schema)
+    try:
+        _LIBRARY.define(schema)
+    except RuntimeError as error:
+        if "multiple times" not in str(error):
+            raise
+        # The package was imported anew after its modules were dropped: the operators of the first import live on.
+        return getattr(torch.ops.qatpatch, name).default
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qatpatch::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.qatpatch, name).default
