@@ -84,12 +84,6 @@ def p_scale(sixth):
 
 
 @triton.jit
-def duplicated(x):
-    """FP32 numbers as FP16, each in both halves of an int32: the operand of a packed multiplication."""
-    return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
 def quantized_p(x, scale, PACKED: tl.constexpr, OPERAND: tl.constexpr):
     """``e2m1(x) * scale`` as OPERAND, for x in [0, 6]; scale is FP32, one number for adjacent elements of x."""
     if PACKED:
@@ -108,8 +102,8 @@ def quantized_p(x, scale, PACKED: tl.constexpr, OPERAND: tl.constexpr):
             mul.rn.f16x2 $0, y, $3;
             }
             """,
-            "=r,r,r,r,r",
-            [x, duplicated(scale)],
+            "=r,r,r,r",
+            [x, scale.to(tl.float16)],
             dtype=tl.float16,
             is_pure=True,
             pack=2,
@@ -134,11 +128,11 @@ def quantized_and_plain_p(x, scale, sixth, PACKED: tl.constexpr, OPERAND: tl.con
             fma.rn.f16x2 y, e, magic, h;
             fma.rn.f16x2 y, e, minus, y;
             mul.rn.f16x2 $0, y, $4;
-            mul.rn.f16x2 $1, h, $6;
+            mul.rn.f16x2 $1, h, $5;
             }
             """,
-            "=r,=r,r,r,r,r,r,r",
-            [x, duplicated(scale), duplicated(sixth)],
+            "=r,=r,r,r,r,r",
+            [x, scale.to(tl.float16), sixth.to(tl.float16)],
             dtype=(tl.float16, tl.float16),
             is_pure=True,
             pack=2,
