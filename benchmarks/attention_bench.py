@@ -50,6 +50,7 @@ CANDIDATES: dict[str, tuple[Launch, ...]] = {
         Launch(rows=64, keys=64, warps=4, stages=2, reload=False),
         Launch(rows=64, keys=64, warps=4, stages=2, tma=False),
         Launch(rows=128, keys=64, warps=8, stages=3),
+        Launch(rows=64, keys=64, warps=4, stages=1),
     ),
     "query_gradient": (
         Launch(rows=64, keys=64, warps=4, stages=2, reload=False),
