@@ -26,7 +26,15 @@ _PADDING = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How one kernel is cut: queries and keys of a block, warps, and depth of the software pipeline."""
+    """How one kernel is cut.
+
+    Attributes:
+        rows, keys: queries and keys of a block; a forward's keys are always 64.
+        warps, stages: warps of a program, depth of its software pipeline.
+        reload: keep the rounded left operand in shared memory (see `triton_attention_forward`).
+        early: in the dK and dV kernel, compute dO Vq^T before the softmax instead of after it.
+        tma: read operands through tensor descriptors, which needs sm_90.
+    """
 
     rows: int
     keys: int
@@ -59,8 +67,8 @@ _MMA_SYNC = Launch(rows=64, keys=64, warps=4, stages=2, tma=False)
 _MMA_SYNC_WIDE = Launch(rows=64, keys=64, warps=8, stages=2, tma=False)
 _MMA_SYNC_NARROW = Launch(rows=32, keys=64, warps=4, stages=2, tma=False)
 
-# By compute capability's major number and head dimension. Chosen for sm_90 by measurement on an H200; elsewhere by
-# what compiles without spilling registers and fits the shared memory.
+# By compute capability's major number and head dimension: what compiles without spilling registers and fits the shared
+# memory, twice on a multiprocessor for sm_90. `benchmarks/attention_bench.py --candidates` times the alternatives.
 LAUNCHES: dict[tuple[int, int], Launches] = {
     (8, 64): _uniform(_MMA_SYNC, train=_MMA_SYNC_WIDE, key_value_gradient=_MMA_SYNC_NARROW),
     (8, 128): _uniform(_MMA_SYNC_WIDE, infer=_MMA_SYNC),
