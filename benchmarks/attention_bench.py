@@ -8,7 +8,7 @@ or does not come back, is reported and left out. Then times: CUDA events, random
 The baseline is torch's SDPA on the same BSHD tensors, by cuDNN and by flash; ratios are over cuDNN. FLOPs are those of
 dense attention, so that the columns compare. The tables come last.
 
-``--candidates`` times other launches of each kernel too; `qatpatch.kernels.triton_attention.LAUNCHES` holds the choice.
+``--candidates`` times other launches of each kernel than those of `triton_attention_launch.LAUNCHES` too.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from qatpatch.kernels import reference_attention
 from qatpatch.kernels import triton_attention as kernels
-from qatpatch.kernels.triton_attention import Launch, Launches
+from qatpatch.kernels.triton_attention_launch import Launch, Launches, launches
 
 # batch, heads, queries, keys, head_dim
 SHAPES = ((1, 32, 4290, 4290, 128), (1, 32, 4290, 1024, 128), (1, 12, 16384, 16384, 128), (1, 12, 32760, 32760, 128))
@@ -49,6 +50,7 @@ CANDIDATES: dict[str, tuple[Launch, ...]] = {
         Launch(rows=64, keys=64, warps=4, stages=2, reload=False),
         Launch(rows=64, keys=64, warps=4, stages=2, tma=False),
         Launch(rows=128, keys=64, warps=8, stages=3),
+        Launch(rows=64, keys=64, warps=4, stages=1),
     ),
     "query_gradient": (
         Launch(rows=64, keys=64, warps=4, stages=2, reload=False),
@@ -106,11 +108,11 @@ def cosines(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> 
 
 
 def base_launches() -> Launches:
-    return kernels.launches(torch.device("cuda", torch.cuda.current_device()), 128)
+    return launches(torch.device("cuda", torch.cuda.current_device()), 128)
 
 
 def candidates() -> list[tuple[str, Launch]]:
-    return [(field, launch) for field, launches in CANDIDATES.items() for launch in launches]
+    return [(field, launch) for field, others in CANDIDATES.items() for launch in others]
 
 
 def label(launch: Launch) -> str:
@@ -120,7 +122,7 @@ def label(launch: Launch) -> str:
 
 def check_candidate(field: str, launch: Launch) -> None:
     """Run one launch on small problems, with and without a partial tile of keys; prints cosines."""
-    launches = replace(base_launches(), **{field: launch})
+    chosen = replace(base_launches(), **{field: launch})
     for shape in ((1, 2, 300, 330, 128), (1, 2, 256, 256, 128)):
         data = tensors(shape)
         *qkv, d_out = data
@@ -128,11 +130,11 @@ def check_candidate(field: str, launch: Launch) -> None:
         wide = run(reference_attention, [x.float() for x in data], "sage3")
         if field in ("train", "infer"):
             wide = {"out": wide["out"]}
-            found = {"out": kernels.forward(*qkv, train=field == "train", launch=launches, **fixed)[0]}
+            found = {"out": kernels.forward(*qkv, train=field == "train", launch=chosen, **fixed)[0]}
         else:
             del wide["out"]
             _, out_hp, *stats = reference_attention.forward(*qkv, train=True, **fixed)
-            grads = kernels.backward(d_out, *qkv, out_hp, *stats, launch=launches, **fixed)
+            grads = kernels.backward(d_out, *qkv, out_hp, *stats, launch=chosen, **fixed)
             found = dict(zip(("dq", "dk", "dv"), grads, strict=True))
         print(f"{field} {label(launch)} {shape}  {cosines(found, wide)}")
         if not all(cosine(found[name], wide[name]) > 0.999 for name in wide):
@@ -230,9 +232,9 @@ def dense_calls(data: list[torch.Tensor], backend: SDPBackend) -> tuple[Callable
     return forward, lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True)
 
 
-def qat_calls(data: list[torch.Tensor], scheme: str, launches: Launches) -> dict[str, Callable[[], object]]:
+def qat_calls(data: list[torch.Tensor], scheme: str, launch: Launches) -> dict[str, Callable[[], object]]:
     *qkv, d_out = data
-    fixed = {"scheme": scheme, "scale": qkv[0].shape[-1] ** -0.5, "launch": launches}
+    fixed = {"scheme": scheme, "scale": qkv[0].shape[-1] ** -0.5, "launch": launch}
     kept = kernels.forward(*qkv, train=True, **fixed)[1:]
     return {
         "train": lambda: kernels.forward(*qkv, train=True, **fixed),
@@ -321,7 +323,7 @@ def main() -> None:
         function(*case)
         return
     start = time.monotonic()
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", kernels.triton.__version__, flush=True)
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__, flush=True)
     usable = run_jobs(options.candidates)
     print(f"accuracy done at {time.monotonic() - start:.0f} s", flush=True)
     results = []

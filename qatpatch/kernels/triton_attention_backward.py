@@ -7,15 +7,16 @@ With ``P = exp(S - row_max)``, not normalised, and everything that a row's 1 / l
     dQ  = scale * dS Kq           dK = scale * dS^T Qq
 
 `query_gradient_kernel` runs first, a block of queries a program: it rounds its Q, forms dO', delta' and ``shift`` =
--row_max in powers of two (with log2 6 off for `sage3`, where that kernel wants it), leaves all four behind for the other
-kernel ((B * H, padded queries)), and walks the keys for dQ. `key_value_gradient_kernel` takes a block of keys a program and walks the queries. Each
-recomputes S; a sum over both in one kernel would need atomics, whose order changes from run to run.
+-row_max in powers of two (less log2 6 for `sage3`, as the other kernel wants it), leaves all four behind for that
+kernel ((B * H, padded queries)), and walks the keys for dQ. `key_value_gradient_kernel` takes a block of keys a program
+and walks the queries. Each recomputes S; a sum over both in one kernel would need atomics, whose order changes from run
+to run.
 
 Operands are BF16 for every input type: its range holds dO / l and dS, and the rounded Q, K, V and P are exact in it.
 
-In the second kernel scores are transposed, (keys, queries), so that P^T and dS^T leave the accumulator as the left operand of
-the next product. Groups of 16 keys are then rows, which an accumulator spreads over eight threads, two each: scores are
-seen as (groups, 2, 8, queries).
+In the second kernel scores are transposed, (keys, queries), so that P^T and dS^T leave the accumulator as the left
+operand of the next product. Groups of 16 keys are then rows, which an accumulator spreads over eight threads, two each:
+scores are seen as (groups, 2, 8, queries).
 
 A query without a valid key has row_sum 0: its q and d_out are not used, and its shift is so low that P is 0. So is one
 past the last query.

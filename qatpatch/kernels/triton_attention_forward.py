@@ -14,6 +14,9 @@ tensor-core accumulator keeps the axes of 2 in one thread and the last axis of 4
 then take three in-thread steps and two shuffles, and the row sum ``l`` is kept as four partial sums, (ROWS, 1, 4), that
 meet only once, at the end.
 
+The rounded Q goes out to scratch memory and comes back (`RELOAD`): only what is loaded can stay in shared memory as the
+left operand of a Hopper product; otherwise it is copied to registers again in every step.
+
 Training adds the product of V with the unrounded P (``out_hp``), which the backward's ``delta`` is made of.
 """
 
@@ -40,7 +43,7 @@ FULL_MASK = tl.constexpr(2)  # mask_ptr: as the caller gave it
 
 @triton.jit
 def whole_tiles(length):
-    """A padded length, so written that the compiler sees it to be a multiple of 64 without compiling for each length."""
+    """A padded length, written so that the compiler sees a multiple of 64 without compiling anew for each length."""
     return length // TILE * TILE
 
 

@@ -1,18 +1,19 @@
 """Rounding inside the Triton attention kernels: NVFP4 of whole operands, FP4 of P in registers.
 
-Two kinds, because they are read at different rates. Q, K and V are rounded once, in FP32, bit for bit as `qatpatch.nvfp4`
-does it with global scale 1. P is rounded once per pair of a query and a key, which makes its instructions the cost of
-the whole kernel; there the work is done on the softmax's exponent instead of on P::
+Two kinds, because they are read at different rates. Q, K and V are rounded once, in FP32, bit for bit as
+`qatpatch.nvfp4` does it with global scale 1. P is rounded once per pair of a query and a key, which makes its
+instructions the cost of the whole kernel; there the work is done on the softmax's exponent instead of on P::
 
     x     = 6 p / amax = exp2(s - amax_s + log2 6)      one exponential, no division: code = e2m1(x)
     sixth = amax / 6   = exp2(amax_s - m - log2 6)      once a group: scale = e4m3(sixth), p = x * sixth
 
-with ``s`` the scores in powers of two, ``amax_s`` their maximum in the group and ``m`` the row maximum. On a GPU ``x`` is
-then handled two at a time in FP16 (`PACKED`): E2M1 keeps one of FP16's ten mantissa bits, so rounding twice moves only an
-``x`` within 2^-12 of a tie, and every ``code * scale`` is exact in FP16. Plain FP32 arithmetic (Triton's interpreter
-knows no inline assembly) gives the same numbers up to those ties.
+with ``s`` the scores in powers of two, ``amax_s`` their maximum in the group and ``m`` the row maximum. On a GPU ``x``
+is then handled two at a time in FP16 (`PACKED`): E2M1 keeps one of FP16's ten mantissa bits, so rounding twice moves
+only an ``x`` within 2^-11 of a tie, and every ``code * scale`` is exact in FP16. Plain FP32 arithmetic, for Triton's
+interpreter, which knows no inline assembly, gives the same numbers up to those ties. Which two elements share a
+register does not matter: each brings its own scale.
 
-Compile with ``enable_fp_fusion=False``: the adds and subtractions of a magic number must stay two roundings.
+Compile with ``enable_fp_fusion=False``: adding and subtracting a magic number must stay two roundings.
 """
 
 from __future__ import annotations
@@ -84,14 +85,8 @@ def p_scale(sixth):
 
 
 @triton.jit
-def duplicated(x):
-    """FP32 numbers as FP16, each in both halves of an int32: the operand of a packed multiplication."""
-    return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
 def quantized_p(x, scale, PACKED: tl.constexpr, OPERAND: tl.constexpr):
-    """``e2m1(x) * scale`` as OPERAND, for x in [0, 6]; scale is FP32, one number for adjacent elements of x."""
+    """``e2m1(x) * scale`` as OPERAND, for x in [0, 6]; scale (FP32) broadcasts to x."""
     if PACKED:
         return tl.inline_asm_elementwise(
             """
@@ -108,8 +103,8 @@ def quantized_p(x, scale, PACKED: tl.constexpr, OPERAND: tl.constexpr):
             mul.rn.f16x2 $0, y, $3;
             }
             """,
-            "=r,r,r,r,r",
-            [x, duplicated(scale)],
+            "=r,r,r,r",
+            [x, scale.to(tl.float16)],
             dtype=tl.float16,
             is_pure=True,
             pack=2,
@@ -134,11 +129,11 @@ def quantized_and_plain_p(x, scale, sixth, PACKED: tl.constexpr, OPERAND: tl.con
             fma.rn.f16x2 y, e, magic, h;
             fma.rn.f16x2 y, e, minus, y;
             mul.rn.f16x2 $0, y, $4;
-            mul.rn.f16x2 $1, h, $6;
+            mul.rn.f16x2 $1, h, $5;
             }
             """,
-            "=r,=r,r,r,r,r,r,r",
-            [x, duplicated(scale), duplicated(sixth)],
+            "=r,=r,r,r,r,r",
+            [x, scale.to(tl.float16), sixth.to(tl.float16)],
             dtype=(tl.float16, tl.float16),
             is_pure=True,
             pack=2,
@@ -148,7 +143,7 @@ def quantized_and_plain_p(x, scale, sixth, PACKED: tl.constexpr, OPERAND: tl.con
 
 @triton.jit
 def quantized_p_bf16(x, scale, PACKED: tl.constexpr, OPERAND: tl.constexpr):
-    """``e2m1(x) * scale`` as OPERAND, for x in [0, 6]; each element of x has its own scale (FP32).
+    """`quantized_p` for an OPERAND of BF16.
 
     Packed, the exact FP16 product becomes BF16 by a shift (its lower mantissa bits are zero), which lowers its
     exponent by 112, and a multiplication by 2^112.
