@@ -1,0 +1,137 @@
+"""Where models come from: a tiny random LTX-2, or a pretrained one with its VAE and text encoder.
+
+Deliberately not here: quantization. What this module returns is plain diffusers.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+from latents import Codec, SpaceToDepth, TextEncoder, VideoVAE, seeded
+from recipe import PretrainedModel, Recipe, RecipeError, TinyModel
+
+_PARTS = ("transformer", "vae", "text_encoder", "tokenizer", "connectors")
+
+
+def build_transformer(recipe: Recipe) -> torch.nn.Module:
+    """The transformer to train: on the CPU, in train mode, every parameter trainable.
+
+    Raises:
+        RecipeError: the configuration does not fit the data, or the folder is no LTX-2.
+    """
+    from diffusers import LTX2VideoTransformer3DModel
+
+    if recipe.model.kind == "tiny":
+        torch.manual_seed(recipe.seed)
+        model = LTX2VideoTransformer3DModel(**recipe.model.config)
+    else:
+        dtype = getattr(torch, recipe.model.dtype)
+        model = _load(LTX2VideoTransformer3DModel, recipe.model, "transformer", dtype=dtype)
+    if recipe.train.gradient_checkpointing:
+        model.enable_gradient_checkpointing()
+    return model.train().requires_grad_(True)
+
+
+def build_codec(recipe: Recipe, device: torch.device) -> Codec:
+    """Pixels to latents, as ``data.latents`` says."""
+    if recipe.data.latents == "space_to_depth":
+        return SpaceToDepth(recipe.data.patch, recipe.data.mean, recipe.data.std)
+    from diffusers import AutoencoderKLLTX2Video
+
+    vae = _load(AutoencoderKLLTX2Video, recipe.model, "vae", dtype=getattr(torch, recipe.model.dtype))
+    return VideoVAE(vae.eval().requires_grad_(False).to(device), text_fingerprint(recipe))
+
+
+def text_fingerprint(recipe: Recipe) -> str:
+    """What text embeddings depend on but the caption."""
+    if recipe.model.kind == "tiny":
+        return f"random/{recipe.seed}/{recipe.model.text_tokens}/{_text_widths(recipe.model.config)}"
+    return f"{recipe.model.path}@{recipe.model.revision}/{recipe.model.text_length}/{recipe.model.dtype}"
+
+
+def load_text_encoder(recipe: Recipe, device: torch.device) -> TextEncoder:
+    """Captions to the tensors ``text`` (L, D), ``audio_text`` (L, D') and ``text_mask`` (L,) of a training sample.
+
+    The tiny model has no text encoder: its embedding is fixed noise, the same for every caption, with the mask of ones
+    that LTX-2's pipelines pass. A pretrained one takes the text encoder and connectors of its pipeline.
+    """
+    if recipe.model.kind == "tiny":
+        length, (width, audio_width) = recipe.model.text_tokens, _text_widths(recipe.model.config)
+        text = torch.randn(length, width, generator=seeded(recipe.seed, "text"))
+        audio_text = torch.randn(length, audio_width, generator=seeded(recipe.seed, "audio text"))
+        return lambda caption: {"text": text, "audio_text": audio_text, "text_mask": torch.ones(length)}
+
+    from diffusers import LTX2ImageToVideoPipeline
+
+    absent = dict.fromkeys(("transformer", "vae", "audio_vae", "vocoder"))
+    dtype = getattr(torch, recipe.model.dtype)
+    pipe = _load(LTX2ImageToVideoPipeline, recipe.model, None, dtype=dtype, **absent)
+    pipe.text_encoder.to(device)
+    pipe.connectors.to(device)
+
+    @torch.no_grad()
+    def encode(caption: str) -> dict[str, torch.Tensor]:
+        embeddings, mask, _, _ = pipe.encode_prompt(
+            caption, do_classifier_free_guidance=False, max_sequence_length=recipe.model.text_length, device=device
+        )
+        text, audio_text, mask = pipe.connectors(embeddings, mask)
+        return {"text": text[0].float(), "audio_text": audio_text[0].float(), "text_mask": mask[0].float()}
+
+    return encode
+
+
+def _text_widths(config: dict[str, Any]) -> tuple[int, int]:
+    """Channels of the video's and the audio's text embeddings, by LTX2VideoTransformer3DModel's arguments."""
+    if config.get("use_prompt_embeddings", True):
+        return (config.get("caption_channels", 3840),) * 2
+    return config.get("cross_attention_dim", 4096), config.get("audio_cross_attention_dim", 2048)
+
+
+def release(device: torch.device) -> None:
+    """Give the memory of dropped models back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _load(cls: type, model: PretrainedModel, subfolder: str | None, **options: Any) -> Any:
+    """``cls.from_pretrained``, with errors that say what is missing."""
+    root = Path(model.path)
+    if root.is_dir() and subfolder and not (root / subfolder).is_dir():
+        found = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+        raise RecipeError(
+            f"model.path {root} has no folder {subfolder!r}; a diffusers LTX-2 has {', '.join(_PARTS)}, this has "
+            f"{', '.join(found) or 'no folders'}"
+        )
+    if subfolder:
+        options["subfolder"] = subfolder
+    try:
+        return cls.from_pretrained(model.path, revision=model.revision, **options)
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"{cls.__name__} cannot be loaded from {model.path!r}: {error}. model.path is a folder in diffusers' "
+            "layout or a repository on the Hugging Face hub that you can read"
+        ) from error
+
+
+def check_fit(recipe: Recipe, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    """Refuse, before the first step, latents that the transformer cannot take.
+
+    Raises:
+        RecipeError: with both sizes.
+    """
+    channels, wanted = batch["latents"].shape[1], model.config.in_channels
+    if channels != wanted:
+        if isinstance(recipe.model, TinyModel):
+            advice = f"set model.config.in_channels and out_channels to {channels}"
+        else:
+            advice = "use data.latents: vae"
+        raise RecipeError(f"the latents have {channels} channels, the transformer takes {wanted}: {advice}")
+    if model.config.patch_size != 1 or model.config.patch_size_t != 1:
+        raise RecipeError(
+            "this recipe packs one latent pixel a token, as every released LTX-2 does; the transformer has patch_size "
+            f"{model.config.patch_size} and patch_size_t {model.config.patch_size_t}"
+        )

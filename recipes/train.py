@@ -1,0 +1,389 @@
+"""Train a diffusion transformer for NVFP4, validate it in NVFP4, deploy it, and check what was deployed.
+
+    python recipes/train.py recipes/tiny_ltx2_overfit.yaml
+    accelerate launch recipes/train.py my_recipe.yaml --set train.learning_rate=1e-5
+
+The order: read the recipe, cache latents and text embeddings, patch, train (`train` below is the loop), then pack,
+purge, save, reload, sample, and compare. ``--dense`` does the same without a single call of qatpatch: the baseline.
+
+A run is a function of its recipe: weights, noise and data order come from the seed and the step's number, so a run that
+was resumed ends with the same bits as one that was not.
+
+What is left in the output folder: ``index.html`` (everything at one glance), ``videos/``, ``contact_sheet.png``,
+``curves.png``, ``metrics.jsonl``, ``tensorboard/``, ``reports/`` (patch, swap, deploy), ``scores.json``,
+``checkpoints/``, and ``transformer-nvfp4/``, the packed model.
+
+Exit status: 0; 1 when the recipe's gate is missed; 2 for a recipe or model that cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+# What some packages report while they are imported says nothing about this run.
+for _name in ("torchao", "torch.utils._pytree", "diffusers", "transformers"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
+try:
+    import tensorboard  # noqa: F401  (accelerate's tracker imports it, later)
+    import torch
+    import yaml
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
+    from clips import read_clip, write_video
+    from diffusers.training_utils import EMAModel
+    from evaluation import Sample, averaged, compare, generate, inference, judge, validate
+    from figures import contact_sheet, curves, page
+    from flow import Settings, training_loss
+    from latents import LatentDataset, StepBatches, all_clips, cache_clips, loader, seeded
+    from networks import build_codec, build_transformer, check_fit, load_text_encoder, release, text_fingerprint
+    from recipe import Recipe, RecipeError, load_recipe
+    from runs import Progress, Run, claim_folder, find_checkpoint, save_checkpoint, write_report
+    from scores import MetricLog, Scores, read_log, table
+    from tqdm import tqdm
+
+    import qatpatch
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"recipes/train.py needs {error.name}, which is not installed: pip install 'qatpatch[train]' "
+        "(in a checkout: pip install -e '.[train]')"
+    ) from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a recipe from the command line; the exit status is in the module's docstring."""
+    options = parse(argv)
+    began = time.monotonic()
+    try:
+        run, resume = prepare(options)
+        model, before = train(run, resume)
+        rows, samples = finish(run, model)
+        failures = conclude(run, rows, samples, before, options, time.monotonic() - began)
+        run.accelerator.end_training()
+    except (RecipeError, qatpatch.PlanError, qatpatch.KernelUnavailable, qatpatch.CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; ``overrides`` holds what ``--set`` and ``--steps`` change in the recipe."""
+    parser = argparse.ArgumentParser(
+        prog="train.py", description="Train, validate and deploy a diffusion transformer in NVFP4, as a recipe says."
+    )
+    parser.add_argument("recipe", type=Path, help="the YAML recipe")
+    parser.add_argument("--dense", action="store_true", help="train the same without quantization, as the baseline")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="the run's folder, instead of the recipe's")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue a run's last checkpoint, or the one named")
+    parser.add_argument("--overwrite", action="store_true", help="replace an unfinished run in the output folder")
+    parser.add_argument("--steps", type=int, metavar="N", help="short for --set train.steps=N")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, as in train.learning_rate=1e-3"
+    )
+    parser.add_argument("--record", action="store_true", help="with --dense: write the figure to gate.dense_figure")
+    options = parser.parse_args(argv)
+    if options.record and not options.dense:
+        parser.error("--record writes the figure of a dense run: add --dense")
+    options.overrides = {} if options.steps is None else {"train.steps": options.steps}
+    for assignment in options.set:
+        key, sign, value = assignment.partition("=")
+        if not sign:
+            parser.error(f"--set {assignment}: write KEY=VALUE, as in train.learning_rate=1e-3")
+        try:
+            options.overrides[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            parser.error(f"--set {assignment}: the value does not parse: {error}")
+    return options
+
+
+def prepare(options: argparse.Namespace) -> tuple[Run, Path | None]:
+    """Everything that comes before the model: recipe, folder, accelerator, latent cache, ground truth.
+
+    Returns:
+        The run, and the checkpoint to resume from.
+    """
+    recipe = load_recipe(options.recipe, options.overrides)
+    resume = find_checkpoint(options.resume, recipe, options.dense) if options.resume else None
+    default = recipe.output.with_name(recipe.output.name + "-dense") if options.dense else recipe.output
+    output = options.output or (resume.parent.parent if resume else default)
+    if recipe.train.threads:
+        torch.set_num_threads(recipe.train.threads)
+    accelerator = Accelerator(
+        cpu=recipe.train.device == "cpu",
+        mixed_precision=recipe.train.mixed_precision,
+        gradient_accumulation_steps=recipe.train.accumulate,
+        log_with="tensorboard",
+        project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output)),
+        # The loss reads the video alone, so the last audio layers get no gradient.
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+    )
+    if accelerator.is_main_process:
+        claim_folder(output, recipe, resume=resume, overwrite=options.overwrite)
+    device, data = accelerator.device, recipe.data
+    codec = build_codec(recipe, device)
+    with accelerator.main_process_first():
+        cached = cache_clips(
+            data,
+            data.cache or output / "cache",
+            codec,
+            text_fingerprint(recipe),
+            lambda: load_text_encoder(recipe, device),
+            lambda clips: tqdm(clips, desc="encoding", disable=None, leave=False),
+        )
+    release(device)  # of the text encoder
+    truth = []
+    for clip, sample_file in zip(all_clips(data)[: recipe.validation.clips], LatentDataset(cached), strict=False):
+        frames, rate = read_clip(clip, frames=data.frames, height=data.height, width=data.width)
+        truth.append(({name: tensor[None] for name, tensor in sample_file.items()}, frames.float() / 255, rate))
+    run = Run(
+        recipe=recipe,
+        dense=options.dense,
+        output=output,
+        accelerator=accelerator,
+        settings=Settings.of(recipe),
+        codec=codec,
+        cached=cached,
+        truth=truth,
+    )
+    channels, *grid = truth[0][0]["latents"].shape[1:]
+    size = f"{data.frames} frames of {data.height} x {data.width}"
+    run.say("recipe", f"{recipe.name}: {recipe.train.steps} steps, seed {recipe.seed}{', dense' if run.dense else ''}")
+    run.say("data", f"{len(cached)} x {size}, {math.prod(grid)} tokens of {channels} channels each")
+    return run, resume
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What the loop works on; ``before`` is what the model generated before its first step."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    parameters: list[torch.nn.Parameter]
+    ema: EMAModel | None
+    progress: Progress
+    before: list[Sample]
+
+
+def start(run: Run, resume: Path | None) -> Training:
+    """Build the model, patch it, and bring it to where the checkpoint was."""
+    recipe, options, accelerator = run.recipe, run.recipe.train, run.accelerator
+    model = build_transformer(recipe)
+    check_fit(recipe, model, run.truth[0][0])
+    size = sum(parameter.numel() for parameter in model.parameters())
+    run.say("model", f"{type(model).__name__}, {size / 1e6:.1f} M parameters, on {accelerator.device}")
+    if not run.dense:
+        report = qatpatch.apply(model, **recipe.quantization.arguments())
+        write_report(run, "patch", report)
+        share = f"{len(report.linears)} linears ({100 * report.parameters:.0f} % of the parameters)"
+        run.say("patch", f"{share} and {len(report.attentions)} attentions, scheme {report.scheme}")
+
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=options.learning_rate, betas=options.betas, weight_decay=options.weight_decay
+    )
+    model, optimizer = accelerator.prepare(model, optimizer)
+    parameters = list(model.parameters())
+    ema = EMAModel(parameters, decay=options.ema_decay, foreach=True) if options.ema_decay else None
+    progress = Progress()
+    accelerator.register_for_checkpointing(progress, *filter(None, [ema]))
+    before, _ = validate(run, model)
+    if resume:
+        accelerator.load_state(str(resume))
+        if ema is not None:
+            ema.to(accelerator.device)
+        run.say("resume", f"after step {progress.step}, from {resume}")
+    return Training(model=model, optimizer=optimizer, parameters=parameters, ema=ema, progress=progress, before=before)
+
+
+def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]:
+    """The loop.
+
+    Returns:
+        The trained model with its averaged weights, and what it generated before the first step.
+    """
+    recipe, options, accelerator = run.recipe, run.recipe.train, run.accelerator
+    training = start(run, resume)
+    model, optimizer, parameters = training.model, training.optimizer, training.parameters
+    ema, progress = training.ema, training.progress
+    first = progress.step + 1
+    log = MetricLog(run.output / "metrics.jsonl", after=progress.step) if accelerator.is_main_process else None
+    accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first}})
+    order = StepBatches(
+        clips=len(run.cached),
+        batch_size=options.batch_size,
+        seed=recipe.seed,
+        first=progress.step * options.accumulate,
+        total=options.steps * options.accumulate,
+        rank=accelerator.process_index,
+        world=accelerator.num_processes,
+    )
+    batches = iter(loader(run.cached, order, recipe.data.workers))
+    # On a terminal a bar; in a log file the lines of the validations are enough.
+    hidden = None if accelerator.is_main_process else True
+    bar = tqdm(total=options.steps, initial=progress.step, desc="training", unit="step", disable=hidden)
+    began = time.monotonic()
+
+    for step in range(first, options.steps + 1):
+        rate = learning_rate(recipe, step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        losses = []
+        for micro in range(options.accumulate):
+            noise = seeded(recipe.seed, "noise", step, micro, accelerator.process_index)
+            with accelerator.accumulate(model):
+                with accelerator.autocast():
+                    loss = training_loss(model, run.settings, next(batches), noise, accelerator.device)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(parameters, options.grad_clip)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+        if ema is not None:
+            ema.step(parameters)
+        progress.step = step
+
+        row = {"loss": float(accelerator.gather(torch.stack(losses)).mean()), "grad_norm": float(norm), "rate": rate}
+        if not math.isfinite(row["loss"]):
+            raise RecipeError(f"the loss is {row['loss']} at step {step}: lower train.learning_rate, now {rate:.2g}")
+        last = step == options.steps
+        if last or (recipe.validation.every and step % recipe.validation.every == 0):
+            with averaged(ema, parameters):
+                _, scores = validate(run, model)
+            row |= scores.as_dict()
+            pace = (time.monotonic() - began) / (step - first + 1)
+            left = f"{pace:.2f} s/step, {pace * (options.steps - step):.0f} s left"
+            run.say(f"step {step}", f"loss {row['loss']:.4f}  MS-SSIM {scores.ms_ssim:.4f}  {left}")
+        accelerator.log(row, step=step)
+        if log is not None:
+            log.write(step, **row)
+        if recipe.checkpoint.every and (last or step % recipe.checkpoint.every == 0):
+            save_checkpoint(run, step)
+        bar.set_postfix(loss=f"{row['loss']:.4f}", refresh=False)
+        bar.update()
+
+    bar.close()
+    if ema is not None:
+        ema.copy_to(parameters)
+    # Packing frees a dense weight only if nobody else holds it: not the optimizer, not a gradient, not accelerate.
+    model.zero_grad(set_to_none=True)
+    accelerator.free_memory()
+    return accelerator.unwrap_model(model, keep_fp32_wrapper=False), training.before
+
+
+def finish(run: Run, model: torch.nn.Module) -> tuple[dict[str, Scores], list[Sample]]:
+    """Deploy, save, reload, and sample at every stage.
+
+    Returns:
+        Scores by stage, the last being the model that is left on disk, and what that one generated.
+    """
+    model.eval()
+    # What doing nothing would score: a clip that hardly moves makes any sampler look good.
+    rows = {"first frame held still": compare(run, [held_still(batch, frames) for batch, frames, _ in run.truth])}
+    folder = run.output / ("transformer" if run.dense else "transformer-nvfp4")
+    if run.dense:
+        samples, rows["trained, dense"] = validate(run, model)
+        if run.accelerator.is_main_process:
+            model.save_pretrained(folder)
+        return rows, samples
+
+    with qatpatch.dense(model):
+        _, rows["trained, not quantized"] = generate(run, model)
+    with inference(run, model) as receipt:
+        trained, rows["trained, quantized"] = generate(run, model)
+    if receipt is not None:
+        write_report(run, "infer_attention", receipt)
+    report = qatpatch.deploy(model, attention_kernel=run.recipe.quantization.infer_kernel)
+    write_report(run, "deploy", report)
+    run.say(
+        "deploy", f"{len(report.packed)} linears packed, {report.bytes_before:,} bytes became {report.bytes_after:,}"
+    )
+    deployed, rows["deployed"] = generate(run, model)
+    if run.accelerator.is_main_process:
+        qatpatch.save(model, folder)
+    run.accelerator.wait_for_everyone()
+    device = next(model.parameters()).device
+    del model
+    release(device)
+    model = qatpatch.load(folder, device=device)
+    reloaded, rows["reloaded from disk"] = generate(run, model)
+    for name, samples in {"deployed": deployed, "reloaded": reloaded}.items():
+        largest = max(float((a[1] - b[1]).abs().max()) for a, b in zip(samples, trained, strict=True))
+        run.say("check", f"latents of the {name} model differ from those before deploy by at most {largest:.3g}")
+    return rows, reloaded
+
+
+def held_still(batch: dict[str, torch.Tensor], frames: torch.Tensor) -> Sample:
+    """The given first frame, repeated."""
+    latents = batch["latents"][0]
+    return frames[:1].expand_as(frames), latents[:, :1].expand_as(latents)
+
+
+def conclude(
+    run: Run,
+    rows: dict[str, Scores],
+    samples: list[Sample],
+    before: list[Sample],
+    options: argparse.Namespace,
+    seconds: float,
+) -> list[str]:
+    """Judge the gate; write figures, videos and scores; print the table.
+
+    Returns:
+        What the run failed; empty when it passed.
+    """
+    if not run.accelerator.is_main_process:
+        return []
+    recipe, final, output = run.recipe, list(rows.values())[-1], run.output
+    figure, failures = None, []
+    if recipe.gate is not None and not options.overrides:
+        figure, failures = judge(run, recipe.gate, final)
+    record = {"recipe": recipe.name, "dense": run.dense, "steps": recipe.train.steps, "seed": recipe.seed}
+    record |= {"ms_ssim": round(final.ms_ssim, 4), "torch": torch.__version__.partition("+")[0]}
+    if options.record and recipe.gate is not None and recipe.gate.dense_figure is not None:
+        recipe.gate.dense_figure.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        run.say("record", f"{recipe.gate.dense_figure}")
+    record |= {"seconds": round(seconds, 1), "failures": failures}
+    record |= {"scores": {name: scores.as_dict() for name, scores in rows.items()}}
+    (output / "scores.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+    truth, rate = run.truth[0][1:]
+    clips = {"ground truth": truth, "before training": before[0][0], "after": samples[0][0]}
+    files = {name: f"videos/{name.replace(' ', '_')}.mp4" for name in clips}
+    (output / "videos").mkdir(exist_ok=True)
+    for name, frames in clips.items():
+        # Players blur small frames: tiny ones are written with every pixel magnified.
+        write_video(output / files[name], frames, rate, magnify=max(1, 384 // truth.shape[-1]))
+    contact_sheet(output / "contact_sheet.png", clips)
+    curves(output / "curves.png", read_log(output / "metrics.jsonl"), figure)
+    text = table(rows)
+    reports = {path.stem: path.read_text(encoding="utf-8") for path in sorted((output / "reports").glob("*.html"))}
+    page(output / "index.html", recipe.name, text, reports, files)
+    run.say("", f"\n{text}\n")
+    if recipe.gate is not None and options.overrides:
+        run.say("gate", "not judged: the command line changes the recipe")
+    run.say("output", f"{output} after {seconds:.0f} s; open {output / 'index.html'}")
+    return failures
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """The rate of step 1, 2, ...: linear warm-up, then constant or a half cosine down to ``final_rate``."""
+    options = recipe.train
+    if step <= options.warmup:
+        return options.learning_rate * step / options.warmup
+    if options.schedule == "constant":
+        return options.learning_rate
+    done = (step - options.warmup) / max(1, options.steps - options.warmup)
+    return options.learning_rate * (options.final_rate + (1 - options.final_rate) * (1 + math.cos(math.pi * done)) / 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
