@@ -69,7 +69,7 @@ def qat_attention(
             "attn_mask requires grad, but QAT attention has no gradient for a mask; pass attn_mask.detach()"
         )
     train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    name = _kernel_name("train", scheme, q.device, kernel)
+    name = _kernel_name("train", scheme, q, kernel)
     return attention_forward(q, k, v, mask, _resolve_scale(scale, q), scheme, name, train)[0]
 
 
@@ -105,7 +105,7 @@ def quantized_attention(
             f"forward-only attention was given {', '.join(wanting)} with requires_grad=True: "
             "gradients would be lost; leave infer_attention or use torch.no_grad()"
         )
-    name = _kernel_name("infer", scheme, q.device, kernel)
+    name = _kernel_name("infer", scheme, q, kernel)
     out, _, row_max, row_sum = attention_forward(q, k, v, mask, _resolve_scale(scale, q), scheme, name, False)
     return (out, row_max + row_sum.log()) if return_lse else out
 
@@ -189,10 +189,10 @@ def _backward(ctx, d_out, *_):
 attention_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _kernel_name(stage: str, scheme: str, device: torch.device, asked: str | None) -> str:
+def _kernel_name(stage: str, scheme: str, q: torch.Tensor, asked: str | None) -> str:
     """The kernel row for a call: the one asked for where it computes the scheme, else the first usable one."""
     if asked is None:
-        return kernels.resolved_name("attention", stage, scheme, str(device))
+        return kernels.resolved_name("attention", stage, scheme, str(q.device), q.shape[-1])
     row = kernels.kernel_named(asked)
     if row.op != "attention" or scheme not in row.schemes:
         raise KernelUnavailable(

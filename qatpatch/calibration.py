@@ -18,7 +18,7 @@ from qatpatch import nvfp4
 from qatpatch.errors import PlanError
 from qatpatch.linear import QATLinear
 from qatpatch.patch import patch_record
-from qatpatch.units import unwrap
+from qatpatch.units import layer_at, unwrap
 
 
 class _Maximum:
@@ -38,34 +38,43 @@ def calibrate(model: nn.Module) -> Iterator[None]:
     Inside, activations are quantized dynamically. Layers that no forward reached keep what they had.
 
     Raises:
-        PlanError: the model is not patched, is deployed, or was not patched with ``input_scale="static"``; or, at
-            the end,
-            no forward ran inside.
+        PlanError: the model is not patched, is deployed, is being calibrated, or was not patched with
+            ``input_scale="static"``; or, at the end, no forward ran inside, or one with no finite input.
     """
     model = unwrap(model)
     record = patch_record(model)
-    layers = [model.get_submodule(paths[0]) for paths in record.linears.values()]
-    layers = [layer for layer in layers if isinstance(layer, QATLinear)]
+    layers = {name: layer_at(model, paths[0]) for name, paths in record.linears.items()}
+    layers = {name: layer for name, layer in layers.items() if isinstance(layer, QATLinear)}
     if record.deployed or not layers:
         raise PlanError("calibrate works on a patched model before deploy: the scales are part of what is trained")
-    if any(layer.quantization.settings.input_scale != "static" for layer in layers):
+    if any(layer.quantization.settings.input_scale != "static" for layer in layers.values()):
         raise PlanError(
             "this model was patched with another input_scale; call qatpatch.apply(model, input_scale='static') "
             "to use calibrated "
             "scales"
         )
-    maxima = [_Maximum() for _ in layers]
-    for layer, maximum in zip(layers, maxima, strict=True):
-        layer.quantization.calibration = maximum
+    if any(layer.quantization.calibration is not None for layer in layers.values()):
+        raise PlanError("this model is being calibrated already; calibrate blocks do not nest")
+    maxima = {name: _Maximum() for name in layers}
+    for name, layer in layers.items():
+        layer.quantization.calibration = maxima[name]
     try:
         yield
     finally:
-        for layer in layers:
+        for layer in layers.values():
             layer.quantization.calibration = None
-    if all(maximum.amax is None for maximum in maxima):
-        raise PlanError("no forward reached a patched linear inside calibrate, so there is nothing to calibrate from")
-    for layer, maximum in zip(layers, maxima, strict=True):
-        if maximum.amax is not None:
-            state = layer.quantization
+    if all(maximum.amax is None for maximum in maxima.values()):
+        raise PlanError(
+            "no forward reached a patched linear inside calibrate, so there is nothing to calibrate from (a "
+            "compiled model? "
+            "calibrate the eager one)"
+        )
+    seen = {name: float(maximum.amax) for name, maximum in maxima.items() if maximum.amax is not None}
+    dead = [name for name, amax in seen.items() if amax == 0.0]
+    if dead:
+        raise PlanError(f"the input of {dead[0]} held no finite number other than 0; every scale stays as it was")
+    for name, layer in layers.items():
+        if name in seen:
+            state, maximum = layer.quantization, maxima[name]
             scale = nvfp4.global_scale_of_amax(maximum.amax, state.settings.global_scale)
             state.settings = dataclasses.replace(state.settings, static_scale=float(scale))

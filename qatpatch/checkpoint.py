@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import tempfile
+import zlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,12 @@ from torch import nn
 
 from qatpatch import dispatch, nvfp4
 from qatpatch.errors import CheckpointError, PlanError
-from qatpatch.linear import COMPUTE_DTYPES, LinearSettings, LinearState, NVFP4Linear
-from qatpatch.patch import Record, is_purged, layer_state, patch_record, replace_module
+from qatpatch.linear import BACKWARDS, COMPUTE_DTYPES, INPUT_SCALES, LinearSettings, LinearState, NVFP4Linear
+from qatpatch.patch import Record, attention_states, is_purged, patch_record, replace_module
 from qatpatch.plan import RECORD
 from qatpatch.swap import bind_infer
 from qatpatch.switch import AttentionChoice, Switch
-from qatpatch.units import is_graph, unwrap
+from qatpatch.units import adapters, is_graph, layer_at, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -53,6 +54,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: the model is not deployed (the message names `deploy` and `export`), or cannot be written.
     """
+    directory = _path(path)
     try:
         model = unwrap(model)
         record = patch_record(model)
@@ -71,9 +73,11 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         raise CheckpointError("graph modules have no config to rebuild them from; save the eager model instead")
     description = _describe(model, record)
     tensors = {name: _writable(name, tensor) for name, tensor in model.state_dict().items()}
-    directory = Path(path)
     # One key: safetensors writes several in no fixed order, and equal models should be equal files.
-    metadata = {HEADER_KEY: json.dumps({"version": VERSION, **description})}
+    checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}
+    description |= {"version": VERSION, "checksums": checksums}
+    description["digest"] = _digest(description)
+    metadata = {HEADER_KEY: json.dumps(description)}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _replace(directory / WEIGHTS_NAME, lambda temporary: _write_tensors(tensors, temporary, metadata))
@@ -110,29 +114,49 @@ def load(
     """
     if dtype is not None and dtype not in COMPUTE_DTYPES:
         raise CheckpointError(f"dtype={dtype} is not one of float32, bfloat16, float16")
-    file = Path(path)
+    device = _device(device)
+    file = _path(path)
     file = file / WEIGHTS_NAME if file.is_dir() or file.suffix != ".safetensors" else file
-    description, tensors = _read(file, device)
+    description, tensors = _read(file)
     skeleton = _skeleton(description) if model is None else _given_skeleton(model, description)
-    record = _prepare(skeleton, description, torch.device(device))
-    if dtype is not None:
-        tensors = {k: t.to(dtype) if t.is_floating_point() else t for k, t in tensors.items()}
+    try:
+        record = _prepare(skeleton, description, device)
+        damaged = _damaged(description, tensors)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"the description in {file} is damaged: {error!r}") from error
+    tensors = {k: t.to(device, dtype if t.is_floating_point() else None) for k, t in tensors.items()}
     _fill(skeleton, tensors, file)
-    _move_rest(skeleton, torch.device(device), description.get("computed_buffers", {}), dtype)
+    if damaged:
+        raise CheckpointError(f"{file}: {damaged} is not what was saved (its checksum differs); the file was changed")
+    _move_rest(skeleton, device, description.get("computed_buffers", {}), dtype)
+    _compare_config(file.parent / CONFIG_NAME, description)
     vars(skeleton)[RECORD] = record
     logger.info("load: %d packed linears from %s", len(record.linears), file)
     return skeleton.eval()
 
 
+def _plain(path: str) -> str:
+    """A path as it is without adapters: what the class builds."""
+    return ".".join(part for part in path.split(".") if part != "base_layer")
+
+
 def _describe(model: nn.Module, record: Record) -> dict[str, Any]:
+    wrapped = adapters(model)
+    if wrapped:
+        raise CheckpointError(
+            f"{wrapped[0]} is wrapped by an adapter, which this file has no place for; save the adapter with peft or "
+            "diffusers, unload it, then save the model"
+        )
     linears = {}
     for name, paths in record.linears.items():
-        module = model.get_submodule(paths[0])
+        module = layer_at(model, paths[0])
         if not isinstance(module, NVFP4Linear):
             raise CheckpointError(f"{name} is a {type(module).__name__}, not a packed layer; deploy again")
         trained = module.quantization.trained_dtype
         linears[name] = {
-            "paths": list(paths),
+            "paths": [_plain(path) for path in paths],
             "shape": [module.out_features, module.in_features],
             "bias": module.bias is not None,
             "retained": not is_purged(module),
@@ -141,8 +165,11 @@ def _describe(model: nn.Module, record: Record) -> dict[str, Any]:
             "settings": asdict(module.quantization.settings),
         }
     attentions = {}
-    for name, paths in record.attentions.items():
-        state = layer_state("attention", model.get_submodule(paths[0]))
+    try:
+        states = attention_states(model, record)
+    except PlanError as error:
+        raise CheckpointError(str(error)) from error
+    for (name, paths), state in zip(record.attentions.items(), states, strict=True):
         deployed = state.deployed.scheme
         attentions[name] = {"paths": list(paths), "scheme": state.scheme, "deployed_scheme": deployed}
     config = {key: value for key, value in dict(getattr(model, "config", {})).items() if not key.startswith("_")}
@@ -174,11 +201,17 @@ def _computed_buffers(model: nn.Module) -> dict[str, str]:
 def _config_json(description: dict[str, Any]) -> str:
     """diffusers' config keys, with ours beside them."""
     rest = {key: value for key, value in description.items() if key not in ("class", "config")}
+    # diffusers refuses a quantization method that it does not know, instead of reading packed weights as noise.
     config = {"_class_name": description["class"], **description["config"]}
+    config["quantization_config"] = {"quant_method": HEADER_KEY}
     return json.dumps({**config, "qatpatch": {"version": VERSION, **rest}}, indent=2) + "\n"
 
 
 def _writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype is not torch.uint8 and tensor.dtype not in COMPUTE_DTYPES:
+        raise CheckpointError(
+            f"{name} is {tensor.dtype} (layerwise casting?), which load would refuse; convert it first"
+        )
     if tensor.is_meta:
         raise CheckpointError(f"{name} is on the meta device and holds no numbers to save")
     if type(tensor).__name__ == "DTensor":
@@ -214,11 +247,57 @@ def _replace(file: Path, write: Any) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _read(file: Path, device: torch.device | str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _path(path: str | os.PathLike[str]) -> Path:
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise CheckpointError(f"path is the directory of a model, got {path!r}")
+    return Path(path)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise CheckpointError(f"device={device!r} cannot hold a model here: {error}") from error
+    if device.type == "meta":
+        raise CheckpointError("a model is loaded to a device that holds numbers, not to 'meta'")
+    return device
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def _digest(description: dict[str, Any]) -> int:
+    """Of everything that the description says but the digest itself."""
+    rest = {key: value for key, value in description.items() if key != "digest"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+
+
+def _damaged(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str | None:
+    """The first tensor that is not the one that was saved, or "the description"; None where all is as saved."""
+    if description.get("digest") != _digest(description):
+        return "the description"
+    checksums = description["checksums"]
+    return next((name for name, t in tensors.items() if checksums.get(name) != _checksum(t)), None)
+
+
+def _compare_config(file: Path, description: dict[str, Any]) -> None:
+    """Warn where config.json, which is for people and other tools, no longer says what the file does."""
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        same = all(config.get(key) == value for key, value in description["config"].items())
+    except (OSError, ValueError, AttributeError):
+        same = not file.exists()
+    if not same:
+        logger.warning("load: %s differs from the header of the weights, which is what counts", file)
+
+
+def _read(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     if not file.is_file():
         raise CheckpointError(f"there is no {file}; qatpatch.load reads the directory that qatpatch.save wrote")
     try:
-        with safetensors.safe_open(file, framework="pt", device=str(device)) as opened:
+        with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
             metadata = opened.metadata() or {}
             description = _parse(metadata, file)
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
@@ -301,8 +380,8 @@ def _prepare(model: nn.Module, description: dict[str, Any], device: torch.device
         if reason is not None:
             raise CheckpointError(f"{name} cannot take its QAT attention: {reason}")
         dispatch.attach(module, attention["scheme"], switch)
-        choice, _ = bind_infer(attention["deployed_scheme"], device, None)
         state = dispatch.attention_state(module)
+        choice, _ = bind_infer(attention["deployed_scheme"], device, None, state.head_dim)
         state.deployed = AttentionChoice(mode="deployed", scheme=choice.scheme, kernel=choice.kernel)
     return Record(
         profile=description["profile"],
@@ -326,6 +405,13 @@ def _packed_on_meta(name: str, layer: dict[str, Any], switch: Switch) -> NVFP4Li
         trained = None if layer["trained_dtype"] is None else _DTYPES[layer["trained_dtype"]]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the description of {name} is damaged: {error!r}") from error
+    for value, known in (
+        (settings.input_scale, INPUT_SCALES),
+        (settings.global_scale, nvfp4.GLOBAL_SCALE_RULES),
+        (settings.backward, BACKWARDS),
+    ):
+        if value not in known:
+            raise CheckpointError(f"the description of {name} is damaged: {value!r} is none of {', '.join(known)}")
     state = LinearState(settings, switch)
     state.trained_dtype = trained
     width = nvfp4.padded_length(columns)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from qatpatch.patch import patch_record
 from qatpatch.plan import RECORD, build_plan
 from qatpatch.receipts import Receipt, Table
-from qatpatch.units import unwrap
+from qatpatch.units import layer_at, unwrap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class _Watch:
     """What the hooks and modes record."""
 
     def __init__(self, model: nn.Module, targets: dict[str, tuple[str, ...]]) -> None:
-        self.modules = {name: model.get_submodule(paths[0]) for name, paths in targets.items()}
+        self.modules = {name: layer_at(model, paths[0]) for name, paths in targets.items()}
         self.reached = dict.fromkeys(targets, False)
         self.calls: list[AttentionCall] = []
         self.stray: dict[str, str] = {}

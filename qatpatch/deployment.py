@@ -23,11 +23,11 @@ from qatpatch import kernels
 from qatpatch.errors import PlanError
 from qatpatch.graphs import forget_original
 from qatpatch.linear import NVFP4Linear, QATLinear
-from qatpatch.patch import Record, device_of, layer_state, move_hooks, patch_record, replace_module
+from qatpatch.patch import Record, attention_states, device_of, layer_state, move_hooks, patch_record, replace_module
 from qatpatch.receipts import DeployReport
 from qatpatch.swap import bind_infer
 from qatpatch.switch import AttentionChoice
-from qatpatch.units import is_graph, unwrap
+from qatpatch.units import is_graph, layer_at, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -58,7 +58,7 @@ def deploy(
     record = patch_record(model)
     if record.deployed:
         raise PlanError(f"this {type(model).__name__} is deployed already; there is nothing left to pack")
-    layers = {name: model.get_submodule(paths[0]) for name, paths in record.linears.items()}
+    layers = {name: layer_at(model, paths[0]) for name, paths in record.linears.items()}
     _check(model, layers)
     devices = {p.device for p in model.parameters()}
     attention = _attention_choices(model, record, attention_kernel)
@@ -96,6 +96,11 @@ def model_bytes(model: nn.Module) -> int:
     return sum(storages.values())
 
 
+def _in_model(model: nn.Module, watched: _Watched) -> bool:
+    parameter = watched.parameter()
+    return parameter is not None and _contains(model.parameters(), parameter)
+
+
 class _Watched:
     """A dense weight that should be gone soon."""
 
@@ -112,6 +117,8 @@ def _check(model: nn.Module, layers: dict[str, nn.Module]) -> None:
             continue
         if not isinstance(layer, QATLinear):
             problems.append(f"{name} is a {type(layer).__name__} now; its patch was taken out")
+        elif _uncalibrated(layer):
+            problems.append(f"{name} has input_scale='static' and no scale yet; run forwards inside qatpatch.calibrate")
         elif layer.weight.is_meta:
             problems.append(f"{name} has a meta weight, which holds no numbers to pack; load the weights first")
         elif type(layer.weight).__name__ == "DTensor":
@@ -120,6 +127,9 @@ def _check(model: nn.Module, layers: dict[str, nn.Module]) -> None:
             problems.append(
                 f"{name} has a hook (offload, layerwise casting) that replaced its forward; take it off first"
             )
+    fused = [path for path, m in model.named_modules() if getattr(m, "fused_projections", False) is True]
+    if fused:
+        problems.append(f"{fused[0]} has fused projections, which run dense beside the patched ones; unfuse first")
     if problems:
         shown = problems[:10] + ([f"... and {len(problems) - 10} more"] if len(problems) > 10 else [])
         raise PlanError(
@@ -127,16 +137,16 @@ def _check(model: nn.Module, layers: dict[str, nn.Module]) -> None:
         )
 
 
+def _uncalibrated(layer: QATLinear) -> bool:
+    settings = layer.quantization.settings
+    return settings.activations and settings.input_scale == "static" and settings.static_scale is None
+
+
 def _attention_choices(model: nn.Module, record: Record, kernel: str | None) -> list[tuple[Any, AttentionChoice]]:
     choices = []
-    for paths in record.attentions.values():
-        module = model.get_submodule(paths[0])
-        state = layer_state("attention", module)
-        if state is None:
-            raise PlanError(
-                f"{paths[0]} lost its QAT attention (set_attn_processor?); it is untouched: remove and apply again"
-            )
-        choice, _ = bind_infer(state.scheme, device_of(module, model), kernel)
+    for paths, state in zip(record.attentions.values(), attention_states(model, record), strict=True):
+        module = layer_at(model, paths[0])
+        choice, _ = bind_infer(state.scheme, device_of(module, model), kernel, state.head_dim)
         choices.append((state, AttentionChoice(mode="deployed", scheme=choice.scheme, kernel=choice.kernel)))
     return choices
 
@@ -155,15 +165,16 @@ def _receipt(
         gc.collect()
         alive = {name: w for name, w in alive.items() if not w.storage.expired()}
     after = model_bytes(model)
-    freed = before - after - sum(w.nbytes for w in alive.values())
+    # A weight that another layer of the model still uses is part of "after" already.
+    freed = before - after - sum(w.nbytes for name, w in alive.items() if not _in_model(model, w))
     if allocated is not None:
         freed = allocated - _allocated(devices)
     rows = {}
     for name, paths in record.linears.items():
-        module = model.get_submodule(paths[0])
+        module = layer_at(model, paths[0])
         rows[name] = kernels.kernel_named(module.quantization.kernel("deploy", module.weight_packed.device))
     for name, paths in record.attentions.items():
-        module = model.get_submodule(paths[0])
+        module = layer_at(model, paths[0])
         state = layer_state("attention", module)
         rows[name] = kernels.kernel_named(state.kernel(state.deployed, device_of(module, model))[1])
     report = DeployReport(
@@ -175,7 +186,7 @@ def _receipt(
         bytes_before=before,
         bytes_after=after,
         bytes_freed=freed,
-        held=_holders(alive),
+        held=_holders(model, alive),
     )
     logger.info(
         "deploy: %d linears packed, %d kept dense too, %d attentions, %d bytes -> %d, freed %d",
@@ -192,7 +203,7 @@ def _receipt(
     return report
 
 
-def _holders(alive: dict[str, _Watched]) -> dict[str, str]:
+def _holders(model: nn.Module, alive: dict[str, _Watched]) -> dict[str, str]:
     """Who keeps each surviving weight: optimizers by class, else the types of the objects that refer to it."""
     if not alive:
         return {}
@@ -202,6 +213,9 @@ def _holders(alive: dict[str, _Watched]) -> dict[str, str]:
         parameter = watched.parameter()
         if parameter is None:
             held[name] = "an autograd graph, or a tensor that shares its storage"
+            continue
+        if _contains(model.parameters(), parameter):
+            held[name] = "another layer of the model, which shares it"
             continue
         owners = [f"the optimizer {type(o).__name__}" for o in optimizers if _contains(_optimized(o), parameter)]
         held[name] = ", ".join(owners) or _referrers(parameter)

@@ -40,20 +40,22 @@ class AttentionState:
 
     Attributes:
         scheme: the scheme that training simulates.
+        head_dim: of its queries; None where only a call tells (graphs).
         switch: the model's open blocks.
         deployed: what runs after deploy when no block is open; None before.
         dense_backend: the processor's own backend, for mode ``"dense"``.
         original: the processor that was there before.
     """
 
-    def __init__(self, scheme: str, switch: Switch, original: Any) -> None:
+    def __init__(self, scheme: str, switch: Switch, original: Any, head_dim: int | None = None) -> None:
         self.scheme = scheme
+        self.head_dim = head_dim
         self.switch = switch
         self.deployed: AttentionChoice | None = None
         self.dense_backend: Any = getattr(original, "_attention_backend", None)
         self.original = original
         self.history = CallHistory()
-        self._kernels: dict[str, str] = {}
+        self._kernels: dict[tuple[Any, ...], str] = {}
 
     @property
     def choice(self) -> AttentionChoice:
@@ -62,15 +64,15 @@ class AttentionState:
             return self.switch.attention
         return self.deployed if self.deployed is not None else _TRAIN
 
-    def kernel(self, choice: AttentionChoice, device: torch.device) -> tuple[str, str]:
+    def kernel(self, choice: AttentionChoice, device: torch.device, head_dim: int | None = None) -> tuple[str, str]:
         """(scheme, kernel name) of what ``choice`` runs on ``device``, resolved on first use there."""
         scheme = choice.scheme or self.scheme
         if choice.kernel is not None:
             return scheme, choice.kernel
         stage = "train" if choice.mode == "train" else "infer"
-        key = f"{stage}:{scheme}:{device}"
+        key = stage, scheme, device, head_dim or self.head_dim
         if key not in self._kernels:
-            self._kernels[key] = kernels.resolved_name("attention", stage, scheme, str(device))
+            self._kernels[key] = kernels.resolved_name("attention", stage, scheme, str(device), key[3])
         return scheme, self._kernels[key]
 
 
@@ -134,7 +136,7 @@ def attach(module: nn.Module, scheme: str, switch: Switch) -> None:
     original = module.processor
     processor = copy.copy(original)
     processor.__class__ = _patched_class(type(original))
-    processor.quantization = AttentionState(scheme, switch, original)
+    processor.quantization = AttentionState(scheme, switch, original, head_dim(module))
     module.processor = processor
     # Entries that come later would invalidate graphs compiled before them.
     backend_entry("dense", "", None)
@@ -189,7 +191,7 @@ def _registered(mode: str, scheme: str, kernel: str | None) -> Any:
             )
             name = kernel
             if running is not None:
-                name = running.state.kernel(running.choice, query.device)[1]
+                name = running.state.kernel(running.choice, query.device, query.shape[-1])[1]
             out = run_attention(query, key, value, attn_mask, scale, mode=mode, scheme=scheme, kernel=name)
         return out if running is None else remember(out, running.call)
 

@@ -56,7 +56,7 @@ class QATGraphAttention(nn.Module):
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         dispatch.refuse_unsupported(dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
-        scheme, kernel = state.kernel(choice, query.device)
+        scheme, kernel = state.kernel(choice, query.device, query.shape[-1])
         out = dispatch.run_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),

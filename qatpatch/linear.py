@@ -8,15 +8,16 @@ Weight gradient  dW = dY^T X       the dequantized ones (``"quantized"``, which 
 Bias gradient    db = sum dY
 
 The estimator is straight-through with no clip mask. Operands are quantized in the compute dtype: autocast's where
-autocast
-is on, else the weight's, or the one that training recorded where that is known. So an evaluation outside autocast sees
-the weights that training saw, and `deploy` packs exactly those. Output dtype is what `nn.Linear` gives.
+autocast is on, else the weight's, or the one that training recorded where that is known. So an evaluation outside
+autocast sees the weights that training saw, and `deploy` packs exactly those. Output dtype is what `nn.Linear` gives.
 
 `QATLinear` adds no parameter and no buffer; a live ``nn.Linear`` becomes one by assigning its class. `NVFP4Linear`
-replaces
-the object: its storage is uint8 throughout (codes, E4M3 bytes, the FP32 global scale as four bytes), so that no
-``.to(dtype)``,
-autocast or loader can change it. Neither knows a model or diffusers.
+replaces the object: its storage is uint8 throughout (codes, E4M3 bytes, the FP32 global scale as four bytes), so that
+no ``.to(dtype)``, autocast or loader can change it. Neither knows a model or diffusers.
+
+A model has hundreds of these layers, and a GPU is done with a small one in 20 us: what a forward costs the host counts.
+So attributes and autocast are read once, no cast or view is made that changes nothing, there is no autograd node
+without gradients, and with them one.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class LinearState:
     Attributes:
         settings: `LinearSettings`.
         switch: the model's open blocks.
-        trained_dtype: compute dtype of the last forward in training mode, None before one.
+        trained_dtype: compute dtype of the last forward that counts as training (or, before one, under autocast).
         calibration: largest input magnitudes seen, float32 (); None outside `calibrate`.
     """
 
@@ -76,7 +77,7 @@ class LinearState:
         self.trained_dtype: torch.dtype | None = None
         self.calibration: Callable[[torch.Tensor], None] | None = None
         self.history = CallHistory()
-        self._kernels: dict[str, str] = {}
+        self._kernels: dict[tuple[str, str, int | None], str] = {}
 
     @property
     def mode(self) -> str:
@@ -87,18 +88,22 @@ class LinearState:
 
     def kernel(self, stage: str, device: torch.device) -> str:
         """The kernel for tensors on ``device``, resolved on first use there."""
-        key = f"{stage}:{device}"
-        if key not in self._kernels:
-            self._kernels[key] = kernels.resolved_name("linear", stage, "nvfp4", str(device))
-        return self._kernels[key]
+        key = (stage, device.type, device.index)
+        name = self._kernels.get(key)
+        if name is None:
+            name = self._kernels[key] = kernels.resolved_name("linear", stage, "nvfp4", str(device))
+        return name
 
-    def compute_dtype(self, device: torch.device, weight_dtype: torch.dtype, training: bool) -> torch.dtype:
-        """The dtype in which operands are quantized; recorded in training mode."""
-        dtype = autocast_dtype(device)
+    def compute_dtype(self, autocast: torch.dtype | None, weight_dtype: torch.dtype, *, training: bool) -> torch.dtype:
+        """The dtype in which operands are quantized, ``autocast`` (None: off) first; recorded for deploy."""
+        dtype = autocast
         if dtype is None:
             dtype = weight_dtype if training or self.trained_dtype is None else self.trained_dtype
-        if training and self.trained_dtype is not dtype:
-            self.trained_dtype = dtype
+        if self.trained_dtype is not dtype:
+            # Models that were never put in training mode train too, and weights may be packed after evaluation alone.
+            counts = training or (autocast is not None and (self.trained_dtype is None or torch.is_grad_enabled()))
+            if counts:
+                self.trained_dtype = dtype
         return dtype
 
     def input_scale(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -115,13 +120,47 @@ class LinearState:
         return torch.full((), self.settings.static_scale, dtype=torch.float32, device=x.device)
 
 
-def output_dtype(x: torch.Tensor, weight_dtype: torch.dtype) -> torch.dtype:
-    """What ``nn.Linear`` returns: autocast's dtype where it is on, else the weight's."""
-    return autocast_dtype(x.device) or weight_dtype
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def _differentiated(*tensors: torch.Tensor | None) -> bool:
+    """Whether anybody may ask for derivatives of what is computed from ``tensors``."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    settings: LinearSettings,
+    kernel: str,
+    out_dtype: torch.dtype,
+    *,
+    pack: bool = False,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]:
+    """Output (..., N) of x (..., K), weight (N, K) and bias (N) in the compute dtype; and x packed, where asked for."""
+    run, rule, packed = ops.calls(x, weight), settings.global_scale, None
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if settings.activations and not pack:
+        xq, x_scale, w, w_scale = run.operands(rows, weight, input_scale, rule, kernel)
+    else:
+        w, w_scale = run.operand(weight, None, rule, kernel)
+        xq, x_scale = rows, None
+        if settings.activations:
+            packed = run.quantize(rows, input_scale, rule, kernel)
+            xq, x_scale = run.packed_operand(*packed, rows.shape[-1], rows.dtype, rule, kernel), packed[2]
+    y = run.matmul(xq, x_scale, w, w_scale, bias, out_dtype, rule, kernel)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0]), packed
 
 
 class _QATLinear(torch.autograd.Function):
-    """The three GEMMs. x (M, K), weight (N, K) and bias (N) all in the compute dtype."""
+    """The three GEMMs, of what `_product` takes. ``call`` is the forward's `Call`, None where nothing recomputes."""
 
     @staticmethod
     def forward(
@@ -133,44 +172,44 @@ class _QATLinear(torch.autograd.Function):
         settings: LinearSettings,
         kernel: str,
         out_dtype: torch.dtype,
+        call: Call | None,
     ) -> torch.Tensor:
-        rule = settings.global_scale
-        w, w_scale = ops.operand(weight, None, rule, kernel)
-        packed = None
-        if not settings.activations:
-            xq, x_scale = x, torch.ones_like(w_scale)
-        elif settings.backward == "quantized" and ctx.needs_input_grad[1]:
-            packed = ops.quantize(x, input_scale, rule, kernel)
-            xq, x_scale = ops.packed_operand(*packed, x.shape[-1], x.dtype, rule, kernel), packed[2]
-        else:
-            xq, x_scale = ops.operand(x, input_scale, rule, kernel)
-        y = ops.matmul(xq, x_scale, w, w_scale, bias, out_dtype, rule, kernel)
+        x_wants, weight_wants = ctx.needs_input_grad[:2]
+        pack = weight_wants and settings.backward == "quantized"
+        y, packed = _product(x, weight, bias, input_scale, settings, kernel, out_dtype, pack=pack)
         ctx.settings, ctx.kernel, ctx.columns, ctx.dtype = settings, kernel, x.shape[-1], x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.call = call
         kept_x = (None, None, None)
-        if ctx.needs_input_grad[1]:
+        if weight_wants:
             kept_x = packed if packed is not None else (x, None, None)
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *kept_x)
+        ctx.save_for_backward(weight if x_wants else None, *kept_x, None if call is None else call.code)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, x, block_scale, x_scale = ctx.saved_tensors
+        weight, x, block_scale, x_scale, code = ctx.saved_tensors
+        if ctx.call is not None:
+            ctx.call.confirm(code)
         rule, dx, dw, db = ctx.settings.global_scale, None, None, None
+        x_wants, weight_wants, bias_wants, *_ = ctx.needs_input_grad
         with without_autocast(dy.device):
-            dy = dy.to(ctx.dtype)
-            if ctx.needs_input_grad[0]:
+            dy = _as(dy, ctx.dtype)
+            rows = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+            if x_wants:
                 if ctx.settings.backward == "quantized":
-                    weight = _dense(*ops.operand(weight, None, rule, ctx.kernel), ctx)
-                dx = dy @ weight
-            if ctx.needs_input_grad[1]:
+                    weight = _dense(*ops.calls(dy, weight).operand(weight, None, rule, ctx.kernel), ctx)
+                dx = rows @ weight
+                dx = dx if dy.dim() == 2 else dx.view(*dy.shape[:-1], ctx.columns)
+            if weight_wants:
                 if block_scale is not None:
-                    operand = ops.packed_operand(x, block_scale, x_scale, ctx.columns, ctx.dtype, rule, ctx.kernel)
+                    unpack = ops.calls(dy, x).packed_operand
+                    operand = unpack(x, block_scale, x_scale, ctx.columns, ctx.dtype, rule, ctx.kernel)
                     x = _dense(operand, x_scale, ctx)
-                dw = dy.t() @ x
-            if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-                db = dy.sum(0).to(ctx.bias_dtype)
-        return dx, dw, db, None, None, None, None
+                dw = rows.t() @ x.reshape(-1, ctx.columns)
+            if ctx.bias_dtype is not None and bias_wants:
+                db = _as(rows.sum(0), ctx.bias_dtype)
+        return dx, dw, db, None, None, None, None, None
 
 
 def _dense(operand: torch.Tensor, scale: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -202,21 +241,25 @@ class QATLinear(nn.Linear):
         return self._quantized(x, call)
 
     def _quantized(self, x: torch.Tensor, call: Call | None) -> torch.Tensor:
-        state, weight = self.quantization, self.weight
-        dtype = state.compute_dtype(x.device, weight.dtype, self.training)
-        _check_dtypes(x, weight.dtype)
+        state, weight, bias, device = self.quantization, self.weight, self.bias, x.device
+        autocast, weight_dtype = autocast_dtype(device), weight.dtype
+        dtype = state.compute_dtype(autocast, weight_dtype, training=self.training)
+        _check_dtypes(x.dtype, weight_dtype, autocast)
+        x, weight, bias = _as(x, dtype), _as(weight, dtype), None if bias is None else _as(bias, dtype)
         if state.calibration is not None and not torch.compiler.is_compiling():
-            state.calibration(nvfp4.finite_amax(x.to(dtype)))
-        y = _QATLinear.apply(
-            x.to(dtype).reshape(-1, self.in_features),
-            weight.to(dtype),
-            None if self.bias is None else self.bias.to(dtype),
+            state.calibration(nvfp4.finite_amax(x))
+        arguments = (
+            x,
+            weight,
+            bias,
             state.input_scale(x),
             state.settings,
-            state.kernel("train", x.device),
-            output_dtype(x, weight.dtype),
+            state.kernel("train", device),
+            autocast or weight_dtype,
         )
-        return remember(y, call).view(*x.shape[:-1], self.out_features)
+        if _differentiated(x, weight, bias):
+            return _QATLinear.apply(*arguments, call)
+        return _product(*arguments)[0]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QATLinear:
         if self.weight.requires_grad and not self.weight.is_meta:
@@ -236,8 +279,8 @@ class QATLinear(nn.Linear):
 
 _PURGED = (
     "{} needs a dense weight that qatpatch.deploy packed and purged; nothing can be added to or read from packed "
-    "weights. Merge adapters (fuse_lora, merge_and_unload) before deploy, or deploy with retain_original_weights=True to "
-    "keep running layers dense"
+    "weights. Merge adapters (fuse_lora, merge_and_unload) before deploy, or deploy with "
+    "retain_original_weights=True to keep running layers dense"
 )
 
 
@@ -350,29 +393,36 @@ class NVFP4Linear(nn.Linear):
                     "retain_original_weights=True to keep that possible"
                 )
             return nn.functional.linear(x, self.dense_weight, self.bias)
-        return _PackedLinear.apply(x, self)
+        if _differentiated(x, self.bias):
+            return _PackedLinear.apply(x, self.bias, self)
+        return self._packed(x)
 
     def _packed(self, x: torch.Tensor) -> torch.Tensor:
-        state, host_dtype = self.quantization, self.compute_dtype
-        _check_dtypes(x, host_dtype)
-        dtype = state.compute_dtype(x.device, host_dtype, training=False)
-        kernel = state.kernel("deploy", x.device)
-        rows = x.to(dtype).reshape(-1, self.in_features)
+        state, host_dtype, device = self.quantization, self.compute_dtype, x.device
+        autocast, packed, bias = autocast_dtype(device), self.weight_packed, self.bias
+        _check_dtypes(x.dtype, host_dtype, autocast)
+        dtype = autocast or state.trained_dtype or host_dtype
+        kernel, run = state.kernel("deploy", device), ops.calls(x, packed)
+        rows = _as(x, dtype)
+        rows = rows if x.dim() == 2 else rows.reshape(-1, self.in_features)
         global_scale = self.weight_global_scale.view(torch.float32).reshape(())
         rule = state.settings.global_scale
-        w = ops.packed_operand(
-            self.weight_packed, self.weight_scale, global_scale, self.in_features, dtype, rule, kernel
-        )
+        w = run.packed_operand(packed, self.weight_scale, global_scale, self.in_features, dtype, rule, kernel)
+        xq, x_scale = rows, None
         if state.settings.activations:
-            xq, x_scale = ops.operand(rows, state.input_scale(x), rule, kernel)
-        else:
-            xq, x_scale = rows, torch.ones_like(global_scale)
-        bias = None if self.bias is None else self.bias.detach().to(dtype)
-        y = ops.matmul(xq, x_scale, w, global_scale, bias, output_dtype(x, host_dtype), rule, kernel)
-        return y.view(*x.shape[:-1], self.out_features)
+            xq, x_scale = run.operand(rows, state.input_scale(x), rule, kernel)
+        bias = None if bias is None else _as(bias.detach(), dtype)
+        y = run.matmul(xq, x_scale, w, global_scale, bias, autocast or host_dtype, rule, kernel)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> NVFP4Linear:
         probe = fn(torch.empty(0, dtype=self.compute_dtype, device=self.weight_packed.device))
+        if fn(torch.empty(0, dtype=torch.uint8, device=self.weight_packed.device)).dtype is not torch.uint8:
+            raise RuntimeError(
+                "a deployed layer holds packed codes and scale bytes, which cannot be converted to another "
+                "dtype (type()?); "
+                "use .to(dtype), which converts the rest"
+            )
         super()._apply(fn, recurse)
         if probe.dtype in COMPUTE_DTYPES:
             self._dtype = probe.dtype
@@ -425,24 +475,28 @@ class NVFP4Linear(nn.Linear):
 
 
 class _PackedLinear(torch.autograd.Function):
-    """The deployed forward; the input's gradient, for adapters on packed layers, is dY Wq."""
+    """The deployed forward. For adapters on packed layers: the input's gradient is dY Wq, the bias's sum dY."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: NVFP4Linear) -> torch.Tensor:
-        ctx.layer, ctx.dtype = layer, x.dtype
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, layer: NVFP4Linear) -> torch.Tensor:
+        ctx.layer, ctx.dtype, ctx.bias_dtype = layer, x.dtype, None if bias is None else bias.dtype
         return layer._packed(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        weight = nvfp4.dequantize(ctx.layer.nvfp4_weight(), dtype=dy.dtype)
-        return (dy @ weight).to(ctx.dtype), None
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        dx = db = None
+        with without_autocast(dy.device):
+            if ctx.needs_input_grad[0]:
+                dx = (dy @ nvfp4.dequantize(ctx.layer.nvfp4_weight(), dtype=dy.dtype)).to(ctx.dtype)
+            if ctx.bias_dtype is not None and ctx.needs_input_grad[1]:
+                db = dy.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        return dx, db, None
 
 
-def _check_dtypes(x: torch.Tensor, weight_dtype: torch.dtype) -> None:
-    if x.dtype == weight_dtype or x.dtype == torch.float32 or autocast_dtype(x.device):
+def _check_dtypes(dtype: torch.dtype, weight_dtype: torch.dtype, autocast: torch.dtype | None) -> None:
+    if dtype == weight_dtype or dtype == torch.float32 or autocast:
         return
     raise RuntimeError(
-        f"the input is {x.dtype} and the weight {weight_dtype}; nn.Linear refuses that outside autocast, and so "
-        f"does this "
-        "layer. Convert one, or run under torch.autocast"
+        f"the input is {dtype} and the weight {weight_dtype}; nn.Linear refuses that outside autocast, and so does "
+        "this layer. Convert one, or run under torch.autocast"
     )

@@ -108,10 +108,11 @@ def finite_amax(x: torch.Tensor) -> torch.Tensor:
     if x.is_meta:
         return torch.empty((), dtype=torch.float32, device="meta")
     largest = torch.zeros((), dtype=torch.float32, device=x.device)
+    if not x.numel():
+        return largest
     for chunk in _row_chunks(x.detach().reshape(-1, x.shape[-1]) if x.dim() else x.detach().reshape(1, 1)):
-        if chunk.numel():
-            magnitude = chunk.float().abs()
-            largest = torch.maximum(largest, torch.where(magnitude < float("inf"), magnitude, 0.0).amax())
+        magnitude = chunk.float().abs()
+        largest = torch.maximum(largest, torch.where(magnitude < float("inf"), magnitude, 0.0).amax())
     return largest
 
 
@@ -163,7 +164,7 @@ def quantize(x: torch.Tensor, *, global_scale: torch.Tensor | float | None = Non
     rows, columns = _matrix_shape(x)
     packed = torch.empty((rows, padded_length(columns) // 2), dtype=torch.uint8, device=x.device)
     block_scale = torch.empty((rows, padded_length(columns) // BLOCK_SIZE), dtype=torch.float8_e4m3fn, device=x.device)
-    if not x.is_meta:
+    if not x.is_meta and x.numel():
         done = 0
         for chunk in _row_chunks(x.detach().reshape(rows, columns)):
             values, scales = _quantize_blocks(chunk, scale)
@@ -221,10 +222,9 @@ def round_to_nvfp4(
 
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
     """uint8 codes 0..15 (bit 3 is the sign) of float32 E2M1 values."""
-    magnitude = values.abs()
-    large = (magnitude.view(torch.int32) >> 22) - 252
-    code = torch.where(magnitude >= 1.0, large, (magnitude * 2.0).to(torch.int32))
-    return (code | (values.signbit().to(torch.int32) << 3)).to(torch.uint8)
+    twice = values.abs().mul_(2.0).to(torch.uint8)  # 0 1 2 3 4 6 8 12, for the codes 0 to 7
+    code = torch.where(twice <= 4, twice, ((twice >> 1) + 2).clamp_(max=7))
+    return code | (values.signbit().to(torch.uint8) << 3)
 
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
@@ -304,6 +304,8 @@ def _check_input(x: torch.Tensor) -> None:
 
 
 def _as_scale(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    if not isinstance(scale, torch.Tensor | int | float):
+        raise TypeError(f"global_scale is a number or a tensor (decode direction), got {scale!r}")
     tensor = torch.as_tensor(scale, dtype=torch.float32, device=device)
     if tensor.numel() != 1:
         raise ValueError(f"global_scale is one number for the whole tensor, got shape {tuple(tensor.shape)}")

@@ -30,7 +30,7 @@ from qatpatch.plan import RECORD, Action, Plan, build_plan, patched_modules
 from qatpatch.profiles import Profile
 from qatpatch.receipts import LayerReceipt, PatchReport
 from qatpatch.switch import Switch
-from qatpatch.units import is_graph, unwrap
+from qatpatch.units import is_graph, layer_at, replace_layer, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -139,13 +139,20 @@ def remove(model: nn.Module) -> None:
     """
     model = unwrap(model)
     record = patch_record(model)
-    layers = [model.get_submodule(paths[0]) for paths in record.linears.values()]
-    purged = [name for name, m in zip(record.linears, layers, strict=True) if is_purged(m)]
+    layers = {name: layer_at(model, paths[0]) for name, paths in record.linears.items()}
+    purged = [name for name, layer in layers.items() if layer is not None and is_purged(layer)]
     if purged:
         raise PlanError(
             f"{len(purged)} layers ({purged[0]}, ...) were packed by deploy and their dense weights purged, so "
             f"the patch cannot "
             "be removed; load the original weights, or deploy with retain_original_weights=True"
+        )
+    hooked = [name for name, layer in layers.items() if layer is not None and "forward" in vars(layer)]
+    if hooked:
+        raise PlanError(
+            f"{len(hooked)} layers ({hooked[0]}, ...) have a hook (offload, accelerate, layerwise casting) that "
+            f"holds on to "
+            "the patched forward; take the hooks off first"
         )
     if is_graph(model):
         restore(model)
@@ -175,7 +182,7 @@ def report(model: nn.Module) -> PatchReport:
     warnings = list(record.warnings)
     for kind, names in (("linear", record.linears), ("attention", record.attentions)):
         for name, paths in names.items():
-            module = _module_at(model, paths[0])
+            module = layer_at(model, paths[0])
             layer, row = _layer_receipt(kind, module, device_of(module, model))
             layers[name] = layer
             if row is not None:
@@ -215,7 +222,24 @@ def patch_record(model: nn.Module) -> Record:
     raise PlanError(f"this {type(model).__name__} is not patched; call qatpatch.apply(model) first")
 
 
-def is_purged(module: nn.Module) -> bool:
+def attention_states(model: nn.Module, record: Record) -> list[Any]:
+    """The `AttentionState` of every patched attention, in the record's order.
+
+    Raises:
+        PlanError: somebody took the patch out of one (set_attn_processor).
+    """
+    states = [layer_state("attention", layer_at(model, paths[0])) for paths in record.attentions.values()]
+    for name, state in zip(record.attentions, states, strict=True):
+        if state is None:
+            raise PlanError(
+                f"{name} lost its QAT attention (set_attn_processor?); put the processor back, or remove the "
+                f"patch and apply "
+                "again"
+            )
+    return states
+
+
+def is_purged(module: nn.Module | None) -> bool:
     """Whether a packed linear has lost its dense weight."""
     return getattr(type(module), "qatpatch_kind", None) == "NVFP4Linear" and module.dense_weight is None
 
@@ -223,8 +247,7 @@ def is_purged(module: nn.Module) -> bool:
 def replace_module(model: nn.Module, paths: Iterable[str], new: nn.Module) -> None:
     """Put ``new`` at every path."""
     for path in paths:
-        parent, _, child = path.rpartition(".")
-        model.get_submodule(parent)._modules[child] = new
+        replace_layer(model, path, new)
 
 
 def move_hooks(old: nn.Module, new: nn.Module) -> None:
@@ -268,11 +291,11 @@ def _undo(module: nn.Module) -> None:
 
 
 def _undo_everywhere(model: nn.Module, paths: tuple[str, ...]) -> None:
-    module = model.get_submodule(paths[0])
+    module = layer_at(model, paths[0])
     if isinstance(module, NVFP4Linear):
         replace_module(model, paths, _dense_again(module))
-        return
-    _undo(module)
+    elif module is not None:
+        _undo(module)
 
 
 def _dense_again(module: NVFP4Linear) -> nn.Linear:
@@ -282,13 +305,6 @@ def _dense_again(module: NVFP4Linear) -> nn.Linear:
     linear.bias = module.bias
     move_hooks(module, linear)
     return linear.train(module.training)
-
-
-def _module_at(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def device_of(module: nn.Module | None, model: nn.Module) -> torch.device:

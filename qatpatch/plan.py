@@ -21,7 +21,7 @@ from qatpatch.linear import BACKWARDS, INPUT_SCALES, LinearSettings
 from qatpatch.nvfp4 import GLOBAL_SCALE_RULES
 from qatpatch.profiles import Profile, Rule, find_profile, matches
 from qatpatch.receipts import Receipt, Table, grouped, skip_table, warning_tables
-from qatpatch.units import Unit, is_graph, module_units, unwrap
+from qatpatch.units import Unit, is_graph, logical, module_units, unwrap
 
 RECORD = "_qatpatch"
 
@@ -244,11 +244,12 @@ def _decide(walk: _Walk, unit: Unit) -> None:
     if unit.adapter:
         walk.skipped[unit.name] = "An adapter's own weights stay in full precision."
         return
-    rule, pattern = _rule_for(walk.profile, unit)
+    names = tuple(dict.fromkeys((unit.name, *map(logical, unit.paths))))
+    rule, pattern = _rule_for(walk.profile, unit, names)
     if rule is not None and rule.action != "skip":
         walk.used.add(pattern)
-    excluded = next((p for p in request.exclude if matches(p, unit.name)), None)
-    included = next((p for p in request.include if matches(p, unit.name)), None)
+    excluded = next((p for p in request.exclude if any(matches(p, name) for name in names)), None)
+    included = next((p for p in request.include if any(matches(p, name) for name in names)), None)
     if rule is not None and rule.action == unit.kind:
         walk.counted.add(f"{unit.kind}:{unit.name}")
     if excluded is not None:
@@ -275,7 +276,9 @@ def _accept(walk: _Walk, unit: Unit, *, refine_only: bool) -> None:
     request = walk.request
     scheme = "nvfp4" if unit.kind == "linear" else request.scheme
     try:
-        kernel = kernels.resolve(unit.kind, stage="train", scheme=scheme, device=unit.device)
+        kernel = kernels.resolve(
+            unit.kind, stage="train", scheme=scheme, device=unit.device, head_dim=unit.head_dim or None
+        )
     except KernelUnavailable as error:
         _refuse(walk, unit, str(error))
         return
@@ -309,13 +312,13 @@ def _refuse(walk: _Walk, unit: Unit, reason: str) -> None:
         walk.skipped[unit.name] = f"Cannot be patched: {reason}"
 
 
-def _rule_for(profile: Profile, unit: Unit) -> tuple[Rule | None, str]:
-    """The first rule that decides about ``unit``, and its pattern. A shared module is decided by its first name."""
+def _rule_for(profile: Profile, unit: Unit, names: tuple[str, ...]) -> tuple[Rule | None, str]:
+    """The first rule that matches any of the unit's names (a shared module has several), and its pattern."""
     for rule in profile.rules:
         if rule.action not in (unit.kind, "skip"):
             continue
         for pattern in rule.match:
-            if matches(pattern, unit.name):
+            if any(matches(pattern, name) for name in names):
                 return rule, pattern
     return None, ""
 
@@ -390,7 +393,8 @@ def _checked_request(profile: Profile, **arguments: Any) -> Request:
             problems.append(f"{name} is True or False, got {arguments[name]!r}")
     patterns: dict[str, tuple[str, ...]] = {}
     for name in ("include", "exclude"):
-        value = (arguments[name],) if isinstance(arguments[name], str) else tuple(arguments[name])
+        value = arguments[name] or ()
+        value = (value,) if isinstance(value, str) else tuple(value)
         if not all(isinstance(pattern, str) and pattern for pattern in value):
             problems.append(f"{name} holds patterns (non-empty strings), got {value!r}")
         patterns[name] = value

@@ -10,7 +10,7 @@ A user's own profile is a `Profile` value or a TOML or YAML file with the same f
 
 from __future__ import annotations
 
-import fnmatch
+import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -84,7 +84,8 @@ class Profile:
 
 def matches(pattern: str, name: str) -> bool:
     """Whether ``pattern`` matches ``name`` or one of its parents, in whole components."""
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")
+    expression = ".*".join(re.escape(part) for part in pattern.split("*"))
+    return re.fullmatch(rf"{expression}(\..*)?", name) is not None
 
 
 _BLOCK = "transformer_blocks.*"

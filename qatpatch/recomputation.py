@@ -5,22 +5,25 @@ during the backward pass, when another block may be open. So each layer keeps a 
 
 - a forward under autograd leaves a `Call` (its mode) that lives as long as its graph; a recomputation takes the mode of
   the youngest one that was not differentiated yet;
-- `remember` puts a node behind the layer's output that saves the mode as a tensor. Checkpointing replaces saved
-  tensors by
-  recomputed ones, so a node that finds another mode than its own knows that the guess was wrong, and raises;
+- a node of the graph saves the mode as a tensor, `Call.code`: the layer's own node, or one that `remember` puts behind
+  its output. Checkpointing replaces saved tensors by recomputed ones, so a node that finds another mode than its own
+  (`Call.confirm`) knows that the guess was wrong, and raises;
 - reentrant checkpointing runs its forward without autograd, so there no graph can be asked: the modes of such forwards
-  in training are collected, and a recomputation raises unless there was exactly one.
+  are collected, and a recomputation raises unless there was exactly one.
 
 Compiled regions need none of this: their recomputation is compiled with the mode they were traced with.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 import zlib
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 _ADVICE = (
     "gradient checkpointing recomputes a layer during backward, and a qatpatch block (infer_attention, dense, "
@@ -30,18 +33,40 @@ _ADVICE = (
 )
 
 
+_REENTRANT_FORWARD = torch.utils.checkpoint.CheckpointFunction.forward.__code__
+
+
 class Call:
     """One forward of one layer: alive as long as the graph it is part of."""
 
-    __slots__ = ("mode", "differentiated", "__weakref__")
+    __slots__ = ("mode", "differentiated", "_code", "__weakref__")
 
     def __init__(self, mode: Any) -> None:
         self.mode = mode
         self.differentiated = False
+        self._code: torch.Tensor | None = None
 
+    @property
     def code(self) -> torch.Tensor:
-        """The mode as a tensor, for a graph to save: a recomputation replaces it by its own."""
-        return torch.tensor(zlib.crc32(repr(self.mode).encode()), dtype=torch.int64)
+        """The mode as a tensor (), int64, on the CPU, for a graph to save: a recomputation replaces it by its own."""
+        if self._code is None:
+            self._code = torch.tensor(_number(self.mode), device="cpu")
+        return self._code
+
+    def confirm(self, recomputed: torch.Tensor) -> None:
+        """Mark this call as differentiated; ``recomputed`` is what its graph saved as `code`.
+
+        Raises:
+            RuntimeError: the recomputation ran in another mode.
+        """
+        if recomputed is not self._code and not torch.equal(recomputed, self.code):
+            raise RuntimeError(f"{_ADVICE} (its forward ran as {self.mode})")
+        self.differentiated = True
+
+
+@lru_cache(maxsize=64)
+def _number(mode: Any) -> int:
+    return zlib.crc32(repr(mode).encode())
 
 
 class CallHistory:
@@ -50,6 +75,7 @@ class CallHistory:
     def __init__(self) -> None:
         self._calls: list[weakref.ref[Call]] = []
         self._without_graph: set[Any] = set()
+        self._latest: Any = None
         self._recomputed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CallHistory:
@@ -78,7 +104,8 @@ class CallHistory:
             return call.mode, call
         if len(self._without_graph) > 1:
             raise RuntimeError(f"{_ADVICE} (its forwards ran as {' and '.join(sorted(map(str, self._without_graph)))})")
-        known = next(iter(self._without_graph), mode)
+        # Without any, nothing that this layer computed is part of what is differentiated: only its repetition must fit.
+        known = next(iter(self._without_graph), mode if self._latest is None else self._latest)
         return known, Call(known) if torch.is_grad_enabled() else None
 
     def _ordinary(self, mode: Any, training: bool) -> tuple[Any, Call | None]:
@@ -86,30 +113,38 @@ class CallHistory:
             self._recomputed = False
             self._without_graph.clear()
         if not torch.is_grad_enabled():
-            if training:
+            if training and _inside_reentrant_checkpoint():
                 self._without_graph.add(mode)
             return mode, None
+        self._latest = mode
         call = Call(mode)
         self._calls = [ref for ref in self._calls if ref() is not None]
         self._calls.append(weakref.ref(call))
         return mode, call
 
 
+def _inside_reentrant_checkpoint() -> bool:
+    """Whether this forward runs for `torch.utils.checkpoint` with use_reentrant=True, and so will run again."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _REENTRANT_FORWARD:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class _Remember(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, call: Call) -> torch.Tensor:
         ctx.call = call
-        ctx.save_for_backward(call.code())
+        ctx.save_for_backward(call.code)
         # Neither a view nor marked dirty: it shares memory and version, so that in-place changes behave as without
         # this node.
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (recomputed,) = ctx.saved_tensors
-        if not torch.equal(recomputed, ctx.call.code()):
-            raise RuntimeError(f"{_ADVICE} (its forward ran as {ctx.call.mode})")
-        ctx.call.differentiated = True
+        ctx.call.confirm(*ctx.saved_tensors)
         return grad, None
 
 

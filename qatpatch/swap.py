@@ -16,10 +16,10 @@ from torch import nn
 
 from qatpatch import kernels
 from qatpatch.errors import PlanError, nearest
-from qatpatch.patch import Record, device_of, is_purged, patch_record
+from qatpatch.patch import Record, attention_states, device_of, is_purged, layer_state, patch_record
 from qatpatch.receipts import SwapReceipt
 from qatpatch.switch import AttentionChoice
-from qatpatch.units import unwrap
+from qatpatch.units import layer_at, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -53,7 +53,8 @@ def infer_attention(model: nn.Module, kernel: str | None = None) -> Iterator[Swa
             "attention)"
         )
     device = device_of(None, model)
-    choice, row = bind_infer(record.scheme, device, kernel)
+    states = attention_states(model, record)
+    choice, row = bind_infer(record.scheme, device, kernel, states[0].head_dim)
     note = "deployed already: nothing to swap" if record.deployed and kernel is None else ""
     receipt = SwapReceipt(
         swap="infer_attention",
@@ -78,7 +79,7 @@ def dense(model: nn.Module) -> Iterator[SwapReceipt]:
     """
     model = unwrap(model)
     record = patch_record(model)
-    purged = [name for name, paths in record.linears.items() if is_purged(model.get_submodule(paths[0]))]
+    purged = [name for name, paths in record.linears.items() if is_purged(layer_at(model, paths[0]))]
     if purged:
         raise PlanError(
             f"{len(purged)} layers ({purged[0]}, ...) cannot run dense: deploy purged their weights. Deploy with "
@@ -104,8 +105,9 @@ def stage(model: nn.Module, name: str) -> Iterator[SwapReceipt]:
         raise PlanError(
             f"this {type(model).__name__} has no stages: profile {record.profile!r} marks no layer as refine-only"
         )
-    modules = {n: model.get_submodule(paths[0]) for n, paths in record.linears.items()}
-    concerned = [n for n, m in modules.items() if m.quantization.settings.refine_only]
+    modules = {n: layer_at(model, paths[0]) for n, paths in record.linears.items()}
+    states = {n: layer_state("linear", m) for n, m in modules.items()}
+    concerned = [n for n, state in states.items() if state is not None and state.settings.refine_only]
     purged = [n for n in concerned if is_purged(modules[n])]
     if name == "base" and purged:
         raise PlanError(f"{purged[0]} cannot run dense in the stage 'base': deploy purged its weight")
@@ -126,7 +128,9 @@ def stage(model: nn.Module, name: str) -> Iterator[SwapReceipt]:
         yield receipt
 
 
-def bind_infer(scheme: str, device: torch.device, name: str | None) -> tuple[AttentionChoice, kernels.Kernel]:
+def bind_infer(
+    scheme: str, device: torch.device, name: str | None, head_dim: int | None = None
+) -> tuple[AttentionChoice, kernels.Kernel]:
     """The infer kernel for attention trained with ``scheme``: of that scheme, unless one of another is asked for
     by name.
     """
@@ -134,7 +138,7 @@ def bind_infer(scheme: str, device: torch.device, name: str | None) -> tuple[Att
         named = kernels.kernel_named(name)
         if named.op == "attention" and scheme not in named.schemes:
             scheme = named.schemes[0]
-    row = kernels.resolve("attention", stage="infer", scheme=scheme, device=device, name=name)
+    row = kernels.resolve("attention", stage="infer", scheme=scheme, device=device, name=name, head_dim=head_dim)
     return AttentionChoice(mode="infer", scheme=scheme, kernel=None if name is None else row.name), row
 
 

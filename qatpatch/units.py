@@ -80,10 +80,10 @@ def module_units(model: nn.Module) -> list[Unit]:
         own = tuple(paths[id(module)])
         if isinstance(module, nn.Linear):
             units[id(module)] = Unit(
-                name=_logical(path),
+                name=logical(path),
                 paths=own,
                 kind="linear",
-                problem=linear_problem(module),
+                problem=linear_problem(module) or _fused_problem(model, path),
                 adapter=_is_adapter(model, path),
                 weight=module.weight if isinstance(getattr(module, "weight", None), torch.Tensor) else None,
                 width=module.in_features,
@@ -92,7 +92,7 @@ def module_units(model: nn.Module) -> list[Unit]:
         else:
             parameter = next(module.parameters(), None)
             units[id(module)] = Unit(
-                name=_logical(path),
+                name=logical(path),
                 paths=own,
                 kind="attention",
                 problem=dispatch.unsupported_reason(module),
@@ -100,6 +100,13 @@ def module_units(model: nn.Module) -> list[Unit]:
                 device=fallback if parameter is None else parameter.device,
             )
     return list(units.values())
+
+
+def _fused_problem(model: nn.Module, path: str) -> str | None:
+    parent = model.get_submodule(path.rpartition(".")[0])
+    if getattr(parent, "fused_projections", False) is True and path.rpartition(".")[2].startswith(("to_", "add_")):
+        return "fuse_qkv_projections replaced the projections beside it, so it may never run; unfuse first"
+    return None
 
 
 def linear_problem(module: nn.Linear) -> str | None:
@@ -121,7 +128,41 @@ def linear_problem(module: nn.Linear) -> str | None:
     return None
 
 
-def _logical(path: str) -> str:
+def layer_at(model: nn.Module, path: str) -> nn.Module | None:
+    """The layer that was at ``path``, also where adapters wrapped it since or were unloaded; None where it is gone."""
+    place = _place(model, path)
+    return None if place is None else place[0]._modules[place[1]]
+
+
+def replace_layer(model: nn.Module, path: str, new: nn.Module) -> None:
+    """Put ``new`` where `layer_at` finds the layer."""
+    parent, child = _place(model, path)
+    parent._modules[child] = new
+
+
+def _place(model: nn.Module, path: str) -> tuple[nn.Module, str] | None:
+    """The module that holds the layer of ``path``, and the name it has there."""
+    parent, child = model, None
+    for part in path.split("."):
+        holder = parent if child is None else parent._modules[child]
+        if part == _ADAPTER_HOST and part not in holder._modules:
+            continue
+        if part not in holder._modules and _ADAPTER_HOST in holder._modules:
+            holder = holder._modules[_ADAPTER_HOST]
+        if part not in holder._modules:
+            return None
+        parent, child = holder, part
+    while child is not None and _ADAPTER_HOST in parent._modules[child]._modules:
+        parent, child = parent._modules[child], _ADAPTER_HOST
+    return None if child is None else (parent, child)
+
+
+def adapters(model: nn.Module) -> list[str]:
+    """Paths of the modules that adapters wrap."""
+    return [path for path, module in model.named_modules() if _ADAPTER_HOST in module._modules]
+
+
+def logical(path: str) -> str:
     """A path without adapter wrappers: what the name would be without them."""
     return ".".join(part for part in path.split(".") if part != _ADAPTER_HOST)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -65,3 +67,8 @@ def test_list_kernels_prints_every_row_and_where_it_runs():
     text = str(listed)
     assert len(listed) == len(TABLE) and all(kernel.name in text for kernel in TABLE)
     assert "usable on cpu" in text
+
+
+def test_the_docs_name_every_row():
+    page = (Path(__file__).resolve().parent.parent / "docs" / "kernels.md").read_text()
+    assert all(f"`{kernel.name}`" in page for kernel in TABLE)

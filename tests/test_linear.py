@@ -15,6 +15,7 @@ import nvfp4_oracle as oracle
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -119,7 +120,8 @@ class TestForward:
         assert_one_rounding(layer(x), exact + layer.bias.double() if bias else exact)
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_foreign_scales(self, dtype):
+    @pytest.mark.parametrize("rule", RULES)
+    def test_foreign_scales(self, rule, dtype):
         """A weight and an input scale that no rule of ours would give."""
         x, weight, bias = normal(128, 512, dtype=dtype), normal(96, 512, seed=5) * 0.05, normal(96, seed=3, dtype=dtype)
         q = nvfp4.quantize(weight, global_scale=7.77e-5)
@@ -128,10 +130,10 @@ class TestForward:
             block_scale=q.block_scale.view(torch.uint8),
             global_scale=q.global_scale,
             in_features=512,
-            bias=bias,
+            bias=nn.Parameter(bias),
             dense_weight=None,
             dtype=dtype,
-            quantization=LinearState(LinearSettings(input_scale="static", static_scale=0.00123)),
+            quantization=LinearState(LinearSettings(input_scale="static", static_scale=0.00123, global_scale=rule)),
         )
         exact = oracle_values(x, 0.00123) @ oracle_values(weight, 7.77e-5).T + bias.double()
         assert_one_rounding(layer(x), exact)
@@ -267,6 +269,24 @@ class _Products(TorchDispatchMode):
         self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
         self.sums += func is torch.ops.aten.sum.dim_IntList
         return func(*args, **(kwargs or {}))
+
+
+class _Called(TorchDispatchMode):
+    """Names of the qatpatch operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "qatpatch":
+            self.names.add(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def _gradients(layer: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = layer(x)
+    return y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), normal(*y.shape, seed=9))
 
 
 def saved_by(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -661,14 +681,37 @@ class TestOperators:
         for bias, dtype in ((None, torch.float32), (normal(7), torch.bfloat16)):
             torch.library.opcheck(ops.matmul, (x, scale, weight, scale, bias, dtype, "pow2", KERNEL))
 
+    @pytest.mark.parametrize("scale", [None, torch.tensor(0.0123)], ids=["own", "foreign"])
+    def test_opcheck_of_both_operands(self, scale):
+        torch.library.opcheck(ops.operands, (normal(2, 5, 60), normal(7, 60, seed=1), scale, "pow2", KERNEL))
+
+    @pytest.mark.parametrize("settings", [{}, {"backward": "quantized"}, {"activations": False}], ids=str)
+    def test_eager_leaves_the_dispatcher_out_and_changes_nothing(self, settings):
+        """A dispatch mode sees the operators; nothing else does, and the bits are the same."""
+        layer, x = patched_linear(60, **settings), normal(2, 5, 60).requires_grad_()
+        packed, called = NVFP4Linear.from_linear(layer, retain=False), _Called()
+        plain = (*_gradients(layer, x), packed(x))
+        with called:
+            moded = (*_gradients(layer, x), packed(x))
+        assert all(torch.equal(a, b) for a, b in zip(plain, moded, strict=True))
+        wanted = {"matmul", "operand"} if settings else {"matmul", "operand", "operands"}
+        assert wanted <= called.names
+        assert ops.calls(x, layer.weight) is not ops.calls(x.to("meta"), layer.weight.to("meta"))
+
+    def test_forward_mode_derivatives_are_refused(self):
+        """Neither layer has them, with gradients off too: never a result without its tangent."""
+        x = normal(5, 60)
+        for module in (patched_linear(60), packed_linear(60)):
+            with torch.no_grad(), forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
+                module(forward_ad.make_dual(x, x))
+
     @pytest.mark.parametrize("rule", RULES)
     def test_operand_equals_the_packed_operand(self, rule):
         x = normal(4, 60, dtype=torch.bfloat16)
         operand, scale = ops.operand(x, None, rule, KERNEL)
         packed = ops.quantize(x, None, rule, KERNEL)
-        assert torch.equal(ops.packed_operand(*packed, 60, x.dtype, rule, KERNEL), operand) and torch.equal(
-            packed[2], scale
-        )
+        assert torch.equal(ops.packed_operand(*packed, 60, x.dtype, rule, KERNEL), operand)
+        assert torch.equal(packed[2], scale)
         assert torch.equal(operand.double() * scale.double(), oracle_values(x, rule=rule))
 
 
@@ -699,5 +742,8 @@ class TestCompiled:
         layer, x = patched_linear(60, **settings).eval(), normal(2, 5, 60)
         packed = NVFP4Linear.from_linear(layer, retain=False)
         for module in (layer, packed):
-            y = torch.compile(module, fullgraph=True, backend="aot_eager")(x)
-            assert torch.equal(y, module(x)) and torch.equal(y, layer(x))
+            compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad):
+                    y = compiled(x)
+                assert torch.equal(y, module(x)) and torch.equal(y, layer(x))

@@ -156,6 +156,10 @@ class TestAgainstTheOracle:
         assert q.packed.shape == (3, 16)
         assert not q.packed[:, 9:].any() and not (q.packed[:, 8] >> 4).any()
 
+    def test_zero_columns(self):
+        q = nvfp4.quantize(torch.empty(4, 0))
+        assert q.packed.shape == (4, 0) and q.global_scale == 1 and nvfp4.dequantize(q).shape == (4, 0)
+
     @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 60)])
     def test_zero_rows(self, shape):
         assert_same_bits(torch.empty(shape))
@@ -526,7 +530,7 @@ def peak():
     status = open("/proc/self/status").read()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
-weight = torch.empty(8192, 4096).normal_(std=0.02)
+weight = torch.empty(16384, 4096).normal_(std=0.02)
 q = nvfp4.quantize(weight[:64])
 before = peak()
 q = nvfp4.quantize(weight)
@@ -535,6 +539,6 @@ print(peak() - before)
 
 
 def test_a_large_weight_needs_little_memory_besides_itself():
-    """Quantizing 128 MiB of float32 costs 18 MiB of result and less than one more copy of the weight at its peak."""
+    """256 MiB of float32 pack to 36 MiB, and the peak stays under one more copy of the weight."""
     done = subprocess.run([sys.executable, "-c", _PEAK], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert float(done.stdout) < 128
+    assert float(done.stdout) < 256

@@ -29,7 +29,8 @@ CAPABILITIES = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 12
 # The integers in ALIGNED are compiled as multiples of 16.
 ALIGNED = ("columns", "row_stride", "N", "K", "a_stride", "b_stride")
 POINTERS = {
-    "peaks": "*fp32", "floors": "*fp32", "scale": "*fp32", "words": "*i32", "scales": "*u8",
+    "peaks": "*fp32", "stats": "*fp32", "words": "*i32", "scales": "*u8",
+    "scale": "*fp32", "x_scale": "*fp32", "w_scale": "*fp32",
     "bias": "*bf16", "alpha_a": "*fp32", "alpha_b": "*fp32",
 }  # fmt: skip
 FLAT, ROWS = {"FLAT": True}, {"FLAT": False}
@@ -46,6 +47,8 @@ CASES = {
     "pow2 operand": ("operand_kernel_pow2", "bf16", "OPERAND_TILE", FLAT),
     "pow2 operand, rows": ("operand_kernel_pow2", "fp32", "OPERAND_TILE", ROWS),
     "repair": ("repair_kernel_pow2", "bf16", "OPERAND_TILE", {"CHUNK": 4096, "LANES": 64, **FLAT}),
+    "pow2 pair": ("operand_pair_kernel_pow2", "bf16", "OPERAND_TILE", FLAT),
+    "repair, pair": ("repair_pair_kernel_pow2", "bf16", "OPERAND_TILE", {"CHUNK": 4096, "LANES": 64, **FLAT}),
     "quantize": ("quantize_kernel", "bf16", "QUANTIZE_TILE", FLAT),
     "quantize, rows": ("quantize_kernel", "fp32", "QUANTIZE_TILE", ROWS),
     "dequantize": ("dequantize_kernel", "bf16", "DEQUANTIZE_TILE", {"APPLY": True, **FLAT}),
@@ -80,13 +83,15 @@ def _compile(name: str, capability: int) -> str:
         if argument in constants:
             signature[argument] = "constexpr"
             continue
-        tensor = argument in ("x", "out", "a", "b")
+        tensor = argument in ("x", "w", "out", "x_out", "w_out", "a", "b")
         signature[argument] = f"*{dtype}" if tensor else POINTERS.get(argument, "i32")
         if signature[argument].startswith("*") or argument in ALIGNED:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     built = triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     problems = []
+    if (dtype, constants.get("FLAT")) == ("bf16", True) and "v4.b32" not in built.asm["ptx"]:
+        problems.append("moves less than 16 bytes at a time")
     if ".ftz" in built.asm["ptx"]:
         problems.append("flushes subnormal numbers")
     if built.metadata.shared > CAPABILITIES[capability]:
@@ -156,7 +161,7 @@ def test_arithmetic_is_exact_in_the_interpreter():
 
 
 def test_launches_specialise_and_compile():
-    """What ahead-of-time compilation does not see: the launcher's own view of each argument, call after call."""
+    """What ahead-of-time compilation does not see: how launches look at each argument, call after call."""
     assert "all compiled" in _child("launch")
 
 
@@ -212,6 +217,11 @@ def interpreted_checks() -> None:
         operand, scale = launch.operand_pow2(x, torch.float32, tile)
         _same(scale, pow2, name, "pow2 scale")
         _same(operand, nvfp4.round_to_nvfp4(x, pow2, dtype=torch.float32), name, "pow2 operand")
+        found = launch.operand_pair_pow2(x, wide, torch.float32, tile)
+        for tensor, operand, scale in zip((x, wide), found[::2], found[1::2], strict=True):
+            wanted = nvfp4.choose_global_scale(tensor)
+            _same(scale, wanted, name, "pow2 scale in a pair")
+            _same(operand, nvfp4.round_to_nvfp4(tensor, wanted, dtype=torch.float32), name, "in a pair")
         _same(launch.global_scale(x, RAW.value, tile), nvfp4.finite_amax(x), name, "amax")
         _same(launch.global_scale(x, POW2.value, tile), pow2, name, "pow2 rule")
         amax_scale = nvfp4.choose_global_scale(x, "amax")
@@ -249,38 +259,106 @@ def _same(found: torch.Tensor, wanted: torch.Tensor, *what: str) -> None:
 
 
 def launch_checks() -> None:
-    """Run in the child process: every launch up to the compiled kernel, under a driver that claims an sm_90 device."""
+    """Run in the child process: every launch up to the driver, on a driver that claims an sm_90 device.
+
+    Each call is made twice: the first time through Triton's JIT, which compiles, the second time directly. What a
+    direct launch runs must be what the JIT chooses for the same arguments.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     from qatpatch.kernels import triton_nvfp4_launch as launch
 
+    run, direct = JITFunction.run, []
+
+    class Utils:
+        def get_device_properties(self, device):
+            return {"max_shared_mem": CAPABILITIES[90]}
+
+        def load_binary(self, name, kernel, shared, device):
+            return object(), name, 0, 0, 1024
+
+        def unload_module(self, module):
+            pass
+
+    class Launch:
+        def __init__(self, source, metadata):
+            self.kernel, self.metadata = source.fn, metadata
+
+        def __call__(self, x, y, z, stream, function, packed_metadata, launch_metadata, enter, leave, *args):
+            options = {name: getattr(self.metadata, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
+            chosen = run(self.kernel, *args, grid=(x, y, z), warmup=True, **options)
+            if chosen.metadata.hash != self.metadata.hash or (y, z) != (1, 1) or stream != 77:
+                raise SystemExit(f"{self.kernel.fn.__name__}: the direct launch runs another kernel for {args}")
+            direct.append(self.kernel.fn.__name__)
+
     class Device:
+        utils, launcher_cls = Utils(), Launch
+
         def get_current_target(self):
             return GPUTarget("cuda", 90, 32)
 
         def get_current_device(self):
-            return 0
+            return -1  # of tensors on the CPU
 
         def get_current_stream(self, device=None):
-            return 0
+            return 77
 
-    run = JITFunction.run
-    JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
+    jit = []
+
+    def compile_only(self, *args, grid, warmup, **options):
+        jit.append(self.fn.__name__)
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    JITFunction.run = compile_only
     driver.set_active(Device())
+    for call in _launches(launch):
+        before, launched = len(jit), len(direct)
+        call()
+        once = len(jit) - before + len(direct) - launched
+        compiled, launched = len(jit), len(direct)
+        call()
+        if len(jit) != compiled or len(direct) - launched != once:
+            raise SystemExit(f"the second time {jit[compiled:]} went through the JIT, {direct[launched:]} directly")
+    if set(direct) != {kernel for kernel, *_ in CASES.values()}:
+        raise SystemExit(f"launched directly: {sorted(set(direct))}")
+    print(f"all compiled: {len(jit)} by the JIT, {len(direct)} direct")
+
+
+def _launches(launch):
+    """Calls that differ in whatever Triton specialises on: dtypes, alignments, integers (1, multiples of 16, wide)."""
+
+    def shifted(rows, columns, offset):
+        return torch.randn(rows * columns + offset)[offset:].view(rows, columns)
+
+    inputs = (
+        torch.randn(300, 512).bfloat16(),
+        torch.randn(7, 100).bfloat16(),
+        shifted(7, 64, 3),
+        torch.randn(1, 1),
+    )
+    alike = (torch.randn(1, 1), torch.randn(7, 60), torch.randn(7, 64)[:, :60], torch.randn(7, 60).half())
     one, (_, large, small) = torch.ones(()), launch.MATMUL_TILES[1]
-    for x in (torch.randn(300, 512).bfloat16(), torch.randn(7, 100).bfloat16(), torch.randn(7, 24).bfloat16()):
-        for rule in (0, 1, 2):
-            launch.global_scale(x, rule)
-        packed, block_scale = launch.quantize(x, one)
-        launch.operand(x, one, x.dtype, True)
-        launch.operand_pow2(x, x.dtype)
-        launch.dequantize(packed, block_scale, one, x.shape[-1], x.dtype, True)
-        weight = torch.randn(48, x.shape[-1]).bfloat16()
-        launch.scaled_matmul(x, weight, one, one, None, x.dtype, large)
-        launch.scaled_matmul(x, weight, one, one, one.expand(48), torch.float32, small)
-    print("all compiled")
+    for x in inputs:
+        for rule in (0, 1, 2) if x is inputs[0] else (1,):
+            yield lambda x=x, rule=rule: launch.global_scale(x, rule)
+        scale = torch.ones(3)[len(x) % 3]
+        packed, block_scale = launch.quantize(x, scale)
+        yield lambda x=x, scale=scale: launch.quantize(x, scale)
+        yield lambda x=x, scale=scale: launch.operand(x, scale, x.dtype, True)
+        yield lambda x=x: launch.operand_pow2(x, x.dtype)
+        yield lambda x=x: launch.operand_pair_pow2(x, x[: len(x) // 2 + 1], x.dtype)
+        yield lambda x=x, p=packed, b=block_scale: launch.dequantize(p, b, one, x.shape[-1], x.dtype, True)
+    for x in alike:
+        yield lambda x=x: launch.operand(x, one, torch.float32, True)
+    for tiles in (16, 2**31):
+        yield lambda tiles=tiles: launch._global_scale_launcher(1)(1, (one, one), (tiles,))
+    for x in inputs[:2]:
+        weight = torch.randn(48, x.shape[-1]).to(x.dtype)
+        for a in (x, x[:1], x.repeat(1, 2)[:, 1 : 1 + x.shape[-1]]):
+            yield lambda a=a, w=weight: launch.scaled_matmul(a, w, one, one, None, a.dtype, small)
+        yield lambda x=x, w=weight: launch.scaled_matmul(x, w, one, one, one.expand(48), torch.float32, large)
 
 
 if __name__ == "__main__":

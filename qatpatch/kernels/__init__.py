@@ -6,7 +6,7 @@ never falls back to another scheme. It decides for one device and remembers noth
 
 A row's module is imported on first use and exposes, by op:
 
-- linear: ``operand``, ``packed_operand``, ``quantize``, ``matmul`` (see `reference_nvfp4`);
+- linear: ``operand``, ``operands``, ``packed_operand``, ``quantize``, ``matmul`` (see `reference_nvfp4`);
 - attention: ``forward``, ``backward`` (see `reference_attention`).
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -40,6 +41,7 @@ class Kernel:
         device_types: device types it runs on; empty for any.
         minimum_capability: lowest CUDA capability, for kernels that run on CUDA.
         requires: distributions that must be installed.
+        head_dims: attention: head dimensions that it serves; empty for any.
         folds_pow2: linear: power-of-two global scales are part of bfloat16 operands (exact there), so that a plain GEMM
             needs no scale.
         float32_operands: linear: operands are float32 whatever the compute dtype, else 16-bit.
@@ -55,6 +57,7 @@ class Kernel:
     device_types: tuple[str, ...] = ()
     minimum_capability: tuple[int, int] | None = None
     requires: tuple[str, ...] = ()
+    head_dims: tuple[int, ...] = ()
     folds_pow2: bool = False
     float32_operands: bool = False
     summary: str = ""
@@ -89,7 +92,7 @@ class Kernel:
 
     def load(self) -> ModuleType:
         """The module with the kernel's functions."""
-        return importlib.import_module(self.module)
+        return sys.modules.get(self.module) or importlib.import_module(self.module)
 
 
 TABLE: tuple[Kernel, ...] = (
@@ -115,6 +118,18 @@ TABLE: tuple[Kernel, ...] = (
         summary="plain torch, any device: the definition of the numbers",
     ),
     Kernel(
+        name="triton_attention",
+        op="attention",
+        stages=("train", "infer"),
+        schemes=ATTENTION_SCHEMES,
+        module="qatpatch.kernels.triton_attention",
+        device_types=("cuda",),
+        minimum_capability=(8, 0),
+        requires=("triton",),
+        head_dims=(64, 128),
+        summary="Triton, P quantized in registers; fa4 on torch's dense attention, sm_80 and up",
+    ),
+    Kernel(
         name="reference_attention",
         op="attention",
         stages=("train", "infer"),
@@ -123,6 +138,8 @@ TABLE: tuple[Kernel, ...] = (
         summary="plain torch, any device: the definition of the numbers",
     ),
 )
+
+_BY_NAME = {kernel.name: kernel for kernel in TABLE}
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -144,13 +161,21 @@ def kernel_named(name: str) -> Kernel:
     Raises:
         KernelUnavailable: there is no such row.
     """
-    for kernel in TABLE:
-        if kernel.name == name:
-            return kernel
-    raise KernelUnavailable(f"there is no kernel called {name!r}{nearest(name, (k.name for k in TABLE))}")
+    kernel = _BY_NAME.get(name)
+    if kernel is None:
+        raise KernelUnavailable(f"there is no kernel called {name!r}{nearest(name, _BY_NAME)}")
+    return kernel
 
 
-def resolve(op: str, *, stage: str, scheme: str, device: torch.device | str, name: str | None = None) -> Kernel:
+def resolve(
+    op: str,
+    *,
+    stage: str,
+    scheme: str,
+    device: torch.device | str,
+    name: str | None = None,
+    head_dim: int | None = None,
+) -> Kernel:
     """The first usable row for ``op`` at ``stage`` computing ``scheme`` on ``device``.
 
     Args:
@@ -159,6 +184,7 @@ def resolve(op: str, *, stage: str, scheme: str, device: torch.device | str, nam
         scheme: ``"nvfp4"``, ``"sage3"`` or ``"fa4"``.
         device: where the tensors live. Meta tensors resolve like the CPU's: shapes only.
         name: a row's name, ``"native"`` for FP4 tensor cores only, or None for the first that is usable.
+        head_dim: of an attention, where it is known.
 
     Raises:
         KernelUnavailable: no row fits; the message holds each one's reason.
@@ -174,6 +200,8 @@ def resolve(op: str, *, stage: str, scheme: str, device: torch.device | str, nam
             reason = f"serves {' and '.join(kernel.stages)}, not {stage}"
         elif scheme not in kernel.schemes:
             reason = f"computes {' or '.join(kernel.schemes)}, not {scheme}"
+        elif head_dim is not None and kernel.head_dims and head_dim not in kernel.head_dims:
+            reason = f"serves head dimensions {' and '.join(map(str, kernel.head_dims))}, not {head_dim}"
         elif name == "native" and not kernel.native:
             reason = "emulates the numbers, and kernel='native' asks for FP4 tensor cores"
         else:
@@ -181,15 +209,16 @@ def resolve(op: str, *, stage: str, scheme: str, device: torch.device | str, nam
         if reason is None:
             return kernel
         reasons.append(f"  {kernel.name}: {reason}")
-    asked = f"{op} {stage} with scheme {scheme} on {architecture_of(device)}" + (f", kernel={name!r}" if name else "")
+    asked = f"{op} {stage} with scheme {scheme} on {architecture_of(device)}"
+    asked += (f", head dimension {head_dim}" if head_dim else "") + (f", kernel={name!r}" if name else "")
     found = "\n".join(reasons) or f"  there is no {op} kernel" + (f" called {name!r}" if name else "")
     raise KernelUnavailable(f"no kernel for {asked}:\n{found}")
 
 
 @torch.compiler.assume_constant_result
-def resolved_name(op: str, stage: str, scheme: str, device: str) -> str:
+def resolved_name(op: str, stage: str, scheme: str, device: str, head_dim: int | None = None) -> str:
     """`resolve(...).name`, a constant to the compiler, which then never descends into the look-up."""
-    return resolve(op, stage=stage, scheme=scheme, device=device).name
+    return resolve(op, stage=stage, scheme=scheme, device=device, head_dim=head_dim).name
 
 
 class KernelList(tuple[Kernel, ...]):

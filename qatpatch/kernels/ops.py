@@ -3,12 +3,14 @@
 Every operator takes the name of its kernel row. The fakes give exact shapes, dtypes and strides (all contiguous), so
 meta tensors work without computing. None of them is differentiable: `linear` says what the gradients are. Autocast is
 off inside; the callers choose every dtype. They are defined on a plain `torch.library.Library`, whose calls cost a
-third of those of ``torch.library.custom_op``; a model makes thousands a step.
+third of those of ``torch.library.custom_op``; a model makes thousands a step. For the same reason plain eager calls
+leave the dispatcher out altogether: `calls` says where that is possible.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +23,13 @@ _LIBRARY = torch.library.Library("qatpatch", "FRAGMENT")
 
 def _define(schema: str, implementation: Callable, fake: Callable) -> Callable:
     name = schema.split("(", 1)[0]
-    _LIBRARY.define(schema)
+    try:
+        _LIBRARY.define(schema)
+    except RuntimeError as error:
+        if "multiple times" not in str(error):
+            raise
+        # The package was imported anew after its modules were dropped: the operators of the first import live on.
+        return getattr(torch.ops.qatpatch, name).default
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qatpatch::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.qatpatch, name).default
@@ -36,6 +44,16 @@ def _operand(
 def _operand_fake(x, global_scale, rule, kernel):
     dtype = kernel_named(kernel).operand_dtype(x.dtype)
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((), dtype=torch.float32)
+
+
+def _operands(
+    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor | None, rule: str, kernel: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return kernel_named(kernel).load().operands(x, weight, x_scale=x_scale, rule=rule)
+
+
+def _operands_fake(x, weight, x_scale, rule, kernel):
+    return *_operand_fake(x, x_scale, rule, kernel), *_operand_fake(weight, None, rule, kernel)
 
 
 def _packed_operand(
@@ -72,7 +90,7 @@ def _quantize_fake(x, global_scale, rule, kernel):
 
 def _matmul(
     x: torch.Tensor,
-    x_scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
@@ -94,6 +112,13 @@ operand = _define(
     "operand(Tensor x, Tensor? global_scale, str rule, str kernel) -> (Tensor, Tensor)", _operand, _operand_fake
 )
 
+# Both operands of a GEMM, x (..., K) and weight (N, K), each followed by its global scale ().
+operands = _define(
+    "operands(Tensor x, Tensor weight, Tensor? x_scale, str rule, str kernel) -> (Tensor, Tensor, Tensor, Tensor)",
+    _operands,
+    _operands_fake,
+)
+
 # The operand (..., columns) of packed storage: uint8 codes, uint8 E4M3 bytes, float32 global scale ().
 packed_operand = _define(
     "packed_operand(Tensor packed, Tensor block_scale, Tensor global_scale, SymInt columns, ScalarType dtype, "
@@ -110,11 +135,43 @@ quantize = _define(
     _quantize_fake,
 )
 
-# (x weight^T) * scales + bias of operands (..., K) and (N, K): FP32 accumulation, rounded once to out_dtype.
+# (x weight^T) * scales + bias of operands (..., K) and (N, K): FP32 accumulation, rounded once to out_dtype. Without
+# x_scale x is taken as it is.
 matmul = _define(
-    "matmul(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype, "
+    "matmul(Tensor x, Tensor? x_scale, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype, "
     "str rule, "
     "str kernel) -> Tensor",
     _matmul,
     _matmul_fake,
 )
+
+
+class Calls(NamedTuple):
+    """The functions above as a caller finds them, with the operators' signatures."""
+
+    operand: Callable
+    operands: Callable
+    packed_operand: Callable
+    quantize: Callable
+    matmul: Callable
+
+
+_OPERATORS = Calls(operand, operands, packed_operand, quantize, matmul)
+_DIRECT = Calls(_operand, _operands, _packed_operand, _quantize, _matmul)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def calls(x: torch.Tensor, weight: torch.Tensor) -> Calls:
+    """What to call for these operands where gradients are off: the operators, or what is behind them.
+
+    The latter where nobody could tell: plain tensors with memory; no compiler, dispatch mode or functorch transform.
+    """
+    plain = (
+        not torch.compiler.is_compiling()
+        and type(x) in _PLAIN
+        and type(weight) in _PLAIN
+        and not (x.is_meta or weight.is_meta)
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+    )
+    return _DIRECT if plain else _OPERATORS

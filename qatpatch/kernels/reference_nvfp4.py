@@ -21,6 +21,13 @@ def operand(x: torch.Tensor, *, global_scale: torch.Tensor | None, rule: str) ->
     return nvfp4.round_to_nvfp4(x, scale, dtype=torch.float32, apply_global_scale=False), scale
 
 
+def operands(
+    x: torch.Tensor, weight: torch.Tensor, *, x_scale: torch.Tensor | None, rule: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`operand` of ``x`` (..., K) under ``x_scale`` and of ``weight`` (N, K): two operands, each with its scale."""
+    return *operand(x, global_scale=x_scale, rule=rule), *operand(weight, global_scale=None, rule=rule)
+
+
 def packed_operand(
     packed: torch.Tensor,
     block_scale: torch.Tensor,
@@ -54,7 +61,7 @@ def quantize(
 
 def matmul(
     x: torch.Tensor,
-    x_scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
@@ -64,12 +71,14 @@ def matmul(
 ) -> torch.Tensor:
     """``(x weight^T) * x_scale * weight_scale + bias`` from operands (..., K) and float32 (N, K), rounded once.
 
-    ``x`` is float32, or a weight-only layer's input in its own dtype.
+    ``x`` is float32, or a weight-only layer's input in its own dtype, with None for its scale.
 
     The scales are applied one after the other: their product alone could leave the range of FP32.
     """
     y = torch.nn.functional.linear(x.float(), weight)
-    y.mul_(x_scale).mul_(weight_scale)
+    if x_scale is not None:
+        y.mul_(x_scale)
+    y.mul_(weight_scale)
     if bias is not None:
         y.add_(bias)
     return y.to(out_dtype)

@@ -1,8 +1,8 @@
 """The linear kernel row for CUDA GPUs from sm_80 on: Triton quantizers around a 16-bit tensor-core GEMM.
 
-With power-of-two scales in bfloat16 the operands hold their global scale exactly, so the GEMM is cuBLAS with its own bias
-epilogue. Other scales, and float16 (whose range is too small to fold them in), go onto the FP32 accumulator of a Triton
-GEMM. A weight-only layer in float32 runs a float32 GEMM over the dequantized weight.
+With power-of-two scales in bfloat16 the operands hold their global scale exactly, so the GEMM is cuBLAS with its own
+bias epilogue. Other scales, and float16 (whose range is too small to fold them in), go onto the FP32 accumulator of a
+Triton GEMM. A weight-only layer in float32 runs a float32 GEMM over the dequantized weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RULES = {"pow2": POW2.value, "amax": AMAX.value}
 
 
 def operand(x: torch.Tensor, *, global_scale: torch.Tensor | None, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (..., K) quantized and dense again, 16-bit, and its global scale (): folded in where `Kernel.folded` says so."""
+    """x (..., K) quantized and dense again, 16-bit, and its scale (), folded in where `Kernel.folded` says so."""
     row = kernel_named(_ROW)
     folded, dtype = row.folded(rule, x.dtype), row.operand_dtype(x.dtype)
     if global_scale is None:
@@ -28,6 +28,16 @@ def operand(x: torch.Tensor, *, global_scale: torch.Tensor | None, rule: str) ->
     else:
         scale = global_scale.clone()
     return launch.operand(x, scale, dtype, folded), scale
+
+
+def operands(
+    x: torch.Tensor, weight: torch.Tensor, *, x_scale: torch.Tensor | None, rule: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`operand` of both sides of a GEMM, in shared launches where that can be."""
+    row = kernel_named(_ROW)
+    if x_scale is None and row.folded(rule, x.dtype):
+        return launch.operand_pair_pow2(x, weight, row.operand_dtype(x.dtype))
+    return *operand(x, global_scale=x_scale, rule=rule), *operand(weight, global_scale=None, rule=rule)
 
 
 def packed_operand(
@@ -56,7 +66,7 @@ def quantize(
 
 def matmul(
     x: torch.Tensor,
-    x_scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
@@ -64,12 +74,15 @@ def matmul(
     out_dtype: torch.dtype,
     rule: str,
 ) -> torch.Tensor:
-    """``(x weight^T) * scales + bias`` of operands (..., K) and (N, K), rounded once to ``out_dtype``."""
+    """``(x weight^T) * scales + bias`` of operands (..., K) and (N, K), rounded once to ``out_dtype``.
+
+    ``x_scale`` is None for a weight-only layer's input.
+    """
     if x.dtype is torch.float32:
         return torch.nn.functional.linear(x, weight.float() * weight_scale, bias).to(out_dtype)
-    if not kernel_named(_ROW).folded(rule, x.dtype):
-        return launch.scaled_matmul(x, weight, x_scale, weight_scale, bias, out_dtype)
-    if out_dtype is x.dtype:
+    folded = kernel_named(_ROW).folded(rule, x.dtype)
+    if folded and out_dtype is x.dtype:
         return torch.nn.functional.linear(x, weight, bias)
-    one = torch.ones((), dtype=torch.float32, device=x.device)
-    return launch.scaled_matmul(x, weight, one, one, bias, out_dtype)
+    if folded or x_scale is None:
+        x_scale = torch.ones((), dtype=torch.float32, device=x.device)
+    return launch.scaled_matmul(x, weight, x_scale, x_scale if folded else weight_scale, bias, out_dtype)

@@ -17,6 +17,7 @@ two, and amax / 2688 <= global_scale excludes saturation. So `operand_kernel_pow
 unbounded exponent, and notes for each tile the largest finite magnitude and the smallest nonzero block amax;
 `repair_kernel_pow2` finds the global scale from the former and does again, by the general formula, the tiles that the
 latter shows to hold a subnormal block scale: in ordinary tensors none. Of a bf16 element that moves 4 bytes, not 6.
+The ``pair`` kernels do that for two tensors, the operands of one GEMM, in one grid: half the launches.
 
 Deliberately not here: hardware FP4 and FP8 conversions, foreign scale layouts, gradients.
 """
@@ -181,12 +182,11 @@ def operand_kernel(
     tl.store(targets, values.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["blocks", "per_row"])
-def operand_kernel_pow2(
-    x, out, peaks, floors, blocks, per_row, columns, row_stride, FLAT: tl.constexpr, BLOCKS: tl.constexpr
+@triton.jit
+def _unscaled_operand(
+    x, out, stats, entry, entries, tile, blocks, per_row, columns, row_stride, FLAT: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """out as by `operand_kernel` under the tensor's own pow2 scale, but for tiles with subnormal block scales."""
-    tile = tl.program_id(0)
+    """The work of `operand_kernel_pow2` on one tile, whose peak and floor are number ``entry`` of ``stats``."""
     pointers, targets, mask = _place(x, out, tile, blocks, per_row, columns, row_stride, FLAT, BLOCKS)
     values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     amax = tl.reduce(tl.abs(values), 1, _nan_maximum)
@@ -209,8 +209,32 @@ def operand_kernel_pow2(
     if not (peak < _INF):
         magnitude = tl.abs(values)
         peak = tl.max(tl.max(tl.where(magnitude < _INF, magnitude, 0.0), 1), 0)
-    tl.store(peaks + tile, peak)
-    tl.store(floors + tile, floor)
+    tl.store(stats + entry, peak)
+    tl.store(stats + entries + entry, floor)
+
+
+@triton.jit(do_not_specialize=["entries", "blocks", "per_row"])
+def operand_kernel_pow2(
+    x, out, stats, entries, blocks, per_row, columns, row_stride, FLAT: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """out as by `operand_kernel` under the tensor's own pow2 scale, but for tiles with subnormal block scales.
+
+    stats (2, entries): the tiles' peaks, then their floors (the smallest nonzero block amaxes).
+    """
+    tile = tl.program_id(0)
+    _unscaled_operand(x, out, stats, tile, entries, tile, blocks, per_row, columns, row_stride, FLAT, BLOCKS)
+
+
+@triton.jit(do_not_specialize=["entries", "x_tiles", "x_blocks", "w_blocks"])
+def operand_pair_kernel_pow2(
+    x, w, x_out, w_out, stats, entries, x_tiles, x_blocks, w_blocks, FLAT: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """`operand_kernel_pow2` of two flat tensors: the tiles of x, then those of w."""
+    entry = tl.program_id(0)
+    second = entry >= x_tiles
+    source, out = tl.where(second, w, x), tl.where(second, w_out, x_out)
+    tile, blocks = tl.where(second, entry - x_tiles, entry), tl.where(second, w_blocks, x_blocks)
+    _unscaled_operand(source, out, stats, entry, entries, tile, blocks, 1, 16, 16, FLAT, BLOCKS)
 
 
 @triton.jit
@@ -219,25 +243,12 @@ def _has_subnormal(floor, global_scale):
     return (floor * _ONE_SIXTH < global_scale * 0.015625) | (floor < _SAFE_FLOOR)
 
 
-@triton.jit(do_not_specialize=["tiles", "blocks", "per_row"])
-def repair_kernel_pow2(
-    x,
-    out,
-    peaks,
-    floors,
-    scale,
-    tiles,
-    blocks,
-    per_row,
-    columns,
-    row_stride,
-    FLAT: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """The global scale of what `operand_kernel_pow2` saw, and the tiles that it could not finish without it."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
+@triton.jit
+def _repair(
+    x, out, peaks, floors, scale, tiles, program, programs, blocks, per_row, columns, row_stride,
+    FLAT: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The work of `repair_kernel_pow2` in one of the ``programs`` that share a tensor's tiles."""
     lowest = tl.full([LANES], _INF, tl.float32)
     for start in range(program, tiles, programs * LANES):
         tile = start + tl.arange(0, LANES) * programs
@@ -252,6 +263,66 @@ def repair_kernel_pow2(
                 pointers, targets, mask = _place(x, out, tile, blocks, per_row, columns, row_stride, FLAT, BLOCKS)
                 values = _round_tile(tl.load(pointers, mask=mask, other=0.0).to(tl.float32), global_scale)
                 tl.store(targets, (values * global_scale).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["entries", "blocks", "per_row"], do_not_specialize_on_alignment=["scale"])
+def repair_kernel_pow2(
+    x,
+    out,
+    stats,
+    scale,
+    entries,
+    blocks,
+    per_row,
+    columns,
+    row_stride,
+    FLAT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The global scale of what `operand_kernel_pow2` saw, and the tiles that it could not finish without it."""
+    _repair(
+        x, out, stats, stats + entries, scale, entries, tl.program_id(0), tl.num_programs(0),
+        blocks, per_row, columns, row_stride, FLAT, BLOCKS, CHUNK, LANES,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["entries", "x_tiles", "x_programs", "x_blocks", "w_blocks"],
+    do_not_specialize_on_alignment=["x_scale", "w_scale"],
+)
+def repair_pair_kernel_pow2(
+    x,
+    w,
+    x_out,
+    w_out,
+    stats,
+    x_scale,
+    w_scale,
+    entries,
+    x_tiles,
+    x_programs,
+    x_blocks,
+    w_blocks,
+    FLAT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """`repair_kernel_pow2` after `operand_pair_kernel_pow2`: ``x_programs`` programs for x, the others for w."""
+    program = tl.program_id(0)
+    second = program >= x_programs
+    source, out = tl.where(second, w, x), tl.where(second, w_out, x_out)
+    scale, blocks = tl.where(second, w_scale, x_scale), tl.where(second, w_blocks, x_blocks)
+    peaks = stats + tl.where(second, x_tiles, 0)
+    tiles = tl.where(second, entries - x_tiles, x_tiles)
+    programs = tl.where(second, tl.num_programs(0) - x_programs, x_programs)
+    program = tl.where(second, program - x_programs, program)
+    _repair(
+        source, out, peaks, peaks + entries, scale, tiles, program, programs,
+        blocks, 1, 16, 16, FLAT, BLOCKS, CHUNK, LANES,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["blocks", "per_row"], do_not_specialize_on_alignment=["scale", "scales"])

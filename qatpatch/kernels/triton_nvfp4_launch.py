@@ -6,14 +6,15 @@ from the device. Tiles are data, chosen per kernel and architecture: the same ca
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ..nvfp4 import BLOCK_SIZE, padded_length
 from . import triton_nvfp4_kernels as kernels
+from .triton_launch import Launcher
 
 
 class Tile(NamedTuple):
@@ -33,15 +34,15 @@ class MatmulTile(NamedTuple):
     stages: int
 
 
-PEAKS_TILE = Tile(512, 8)
+PEAKS_TILE = Tile(1024, 16)
 OPERAND_TILE = Tile(512, 8)
 QUANTIZE_TILE = Tile(512, 8)
-DEQUANTIZE_TILE = Tile(512, 8)
+DEQUANTIZE_TILE = Tile(256, 4)
 # The first row whose capability is at most the device's; its last tile is for at most SMALL_M rows.
 SMALL_M = 64
 MATMUL_TILES = (
     ((12, 0), MatmulTile(128, 128, 64, 8, 2), MatmulTile(64, 64, 64, 4, 3)),
-    ((9, 0), MatmulTile(128, 256, 64, 8, 3), MatmulTile(64, 128, 64, 4, 4)),
+    ((9, 0), MatmulTile(128, 128, 64, 4, 4), MatmulTile(64, 128, 64, 4, 4)),
     ((8, 1), MatmulTile(128, 128, 64, 8, 2), MatmulTile(64, 64, 64, 4, 3)),
     ((8, 0), MatmulTile(128, 128, 64, 8, 3), MatmulTile(64, 64, 64, 4, 4)),
 )
@@ -56,85 +57,128 @@ class _Blocks(NamedTuple):
     """A tensor as the kernels see it: arguments 1 to 4 of `_place`, and whether it is one run of whole blocks."""
 
     matrix: Tensor
-    blocks: int
-    per_row: int
-    columns: int
-    row_stride: int
+    shape: tuple[int, int, int, int]  # blocks, blocks a row, columns, row stride
     flat: bool
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return self.blocks, self.per_row, self.columns, self.row_stride
+
+def _is_flat(x: Tensor) -> bool:
+    return x.is_contiguous() and x.dim() > 0 and x.shape[-1] % BLOCK_SIZE == 0
 
 
 def _blocks_of(x: Tensor) -> _Blocks:
+    if _is_flat(x):
+        return _Blocks(x, (x.numel() // BLOCK_SIZE, 1, BLOCK_SIZE, BLOCK_SIZE), True)
     matrix = x.reshape(-1, x.shape[-1] if x.dim() else 1)
     rows, columns = matrix.shape
     if columns > 1 and matrix.stride(1) != 1:
         matrix = matrix.contiguous()
     per_row = padded_length(columns) // BLOCK_SIZE
-    if columns % BLOCK_SIZE == 0 and matrix.is_contiguous():
-        return _Blocks(matrix, rows * per_row, 1, BLOCK_SIZE, BLOCK_SIZE, True)
-    return _Blocks(matrix, rows * per_row, per_row, columns, matrix.stride(0), False)
+    if _is_flat(matrix):
+        return _Blocks(matrix, (rows * per_row, 1, BLOCK_SIZE, BLOCK_SIZE), True)
+    return _Blocks(matrix, (rows * per_row, per_row, columns, matrix.stride(0)), False)
 
 
-def _options(tile: Tile) -> dict[str, int | bool]:
-    return {"BLOCKS": tile.blocks, "num_warps": tile.warps, "enable_fp_fusion": False}
+@lru_cache(maxsize=256)
+def _launcher(kernel: str, tile: Tile, **constants: int | bool) -> Launcher:
+    options = {"num_warps": tile.warps, "enable_fp_fusion": False}
+    return Launcher(getattr(kernels, kernel), {"BLOCKS": tile.blocks, **constants}, options)
+
+
+@lru_cache(maxsize=4)
+def _global_scale_launcher(rule: int) -> Launcher:
+    options = {"num_warps": 8, "enable_fp_fusion": False}
+    return Launcher(kernels.global_scale_kernel, {"RULE": rule, "CHUNK": PEAKS_CHUNK}, options)
+
+
+@lru_cache(maxsize=64)
+def _matmul_launcher(tile: MatmulTile, has_bias: bool, even_k: bool) -> Launcher:
+    constants = {
+        "HAS_BIAS": has_bias, "EVEN_K": even_k,
+        "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP_M": MATMUL_GROUP,
+    }  # fmt: skip
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    return Launcher(kernels.matmul_kernel, constants, options)
+
+
+def _repair_launcher(kernel: str, tile: Tile, flat: bool) -> Launcher:
+    return _launcher(kernel, tile, FLAT=flat, CHUNK=PEAKS_CHUNK, LANES=REPAIR_LANES)
+
+
+def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous, of x's shape."""
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _tiles(blocks: int, tile: Tile) -> int:
+    return -(-blocks // tile.blocks)
 
 
 def global_scale(x: Tensor, rule: int, tile: Tile = PEAKS_TILE) -> Tensor:
     """amax (RAW), or the global scale of x by a rule."""
-    scale = torch.empty((), dtype=torch.float32, device=x.device)
+    scale = x.new_empty((), dtype=torch.float32)
     if not x.numel():
         return scale.fill_(0.0 if rule == kernels.RAW.value else 1.0)
-    b = _blocks_of(x.detach())
-    tiles = triton.cdiv(b.blocks, tile.blocks)
-    peaks = torch.empty(tiles, dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        kernels.peaks_kernel[(tiles,)](b.matrix, peaks, *b.shape, FLAT=b.flat, **_options(tile))
-        kernels.global_scale_kernel[(1,)](
-            peaks, scale, tiles, RULE=rule, CHUNK=PEAKS_CHUNK, num_warps=8, enable_fp_fusion=False
-        )
+    matrix, shape, flat = _blocks_of(x)
+    tiles = _tiles(shape[0], tile)
+    peaks = x.new_empty(tiles, dtype=torch.float32)
+    _launcher("peaks_kernel", tile, FLAT=flat)(tiles, (matrix, peaks), shape)
+    _global_scale_launcher(rule)(1, (peaks, scale), (tiles,))
     return scale
 
 
 def quantize(x: Tensor, global_scale: Tensor, tile: Tile = QUANTIZE_TILE) -> tuple[Tensor, Tensor]:
     packed, block_scale = empty_quantized(x)
     if x.numel():
-        b = _blocks_of(x.detach())
-        with torch.cuda.device_of(x):
-            kernels.quantize_kernel[(triton.cdiv(b.blocks, tile.blocks),)](
-                b.matrix, packed.view(torch.int32), block_scale, global_scale, *b.shape, FLAT=b.flat, **_options(tile)
-            )
+        matrix, shape, flat = _blocks_of(x)
+        tensors = matrix, packed.view(torch.int32), block_scale, global_scale
+        _launcher("quantize_kernel", tile, FLAT=flat)(_tiles(shape[0], tile), tensors, shape)
     return packed, block_scale
 
 
 def operand(x: Tensor, global_scale: Tensor, dtype: torch.dtype, apply: bool, tile: Tile = OPERAND_TILE) -> Tensor:
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    out = _empty(x, dtype)
     if x.numel():
-        b = _blocks_of(x.detach())
-        with torch.cuda.device_of(x):
-            kernels.operand_kernel[(triton.cdiv(b.blocks, tile.blocks),)](
-                b.matrix, out, global_scale, *b.shape, APPLY=apply, FLAT=b.flat, **_options(tile)
-            )
+        matrix, shape, flat = _blocks_of(x)
+        launcher = _launcher("operand_kernel", tile, APPLY=apply, FLAT=flat)
+        launcher(_tiles(shape[0], tile), (matrix, out, global_scale), shape)
     return out
 
 
 def operand_pow2(x: Tensor, dtype: torch.dtype, tile: Tile = OPERAND_TILE) -> tuple[Tensor, Tensor]:
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = torch.empty((), dtype=torch.float32, device=x.device)
+    out, scale = _empty(x, dtype), x.new_empty((), dtype=torch.float32)
     if not x.numel():
         return out, scale.fill_(1.0)
-    b = _blocks_of(x.detach())
-    tiles = triton.cdiv(b.blocks, tile.blocks)
-    peaks, floors = (torch.empty(tiles, dtype=torch.float32, device=x.device) for _ in range(2))
-    with torch.cuda.device_of(x):
-        kernels.operand_kernel_pow2[(tiles,)](b.matrix, out, peaks, floors, *b.shape, FLAT=b.flat, **_options(tile))
-        kernels.repair_kernel_pow2[(min(tiles, REPAIR_PROGRAMS),)](
-            b.matrix, out, peaks, floors, scale, tiles, *b.shape,
-            FLAT=b.flat, CHUNK=PEAKS_CHUNK, LANES=REPAIR_LANES, **_options(tile),
-        )  # fmt: skip
+    matrix, shape, flat = _blocks_of(x)
+    tiles = _tiles(shape[0], tile)
+    stats = x.new_empty(2 * tiles, dtype=torch.float32)
+    _launcher("operand_kernel_pow2", tile, FLAT=flat)(tiles, (matrix, out, stats), (tiles, *shape))
+    repair = _repair_launcher("repair_kernel_pow2", tile, flat)
+    repair(min(tiles, REPAIR_PROGRAMS), (matrix, out, stats, scale), (tiles, *shape))
     return out, scale
+
+
+def operand_pair_pow2(
+    x: Tensor, weight: Tensor, dtype: torch.dtype, tile: Tile = OPERAND_TILE
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`operand_pow2` of both, in two launches where both are of one dtype and runs of whole blocks."""
+    alike = x.dtype is weight.dtype and x.get_device() == weight.get_device()
+    if not (alike and x.numel() and weight.numel() and _is_flat(x) and _is_flat(weight)):
+        return *operand_pow2(x, dtype, tile), *operand_pow2(weight, dtype, tile)
+    x_out, w_out = _empty(x, dtype), _empty(weight, dtype)
+    x_scale, w_scale = x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
+    x_blocks, w_blocks = x.numel() // BLOCK_SIZE, weight.numel() // BLOCK_SIZE
+    x_tiles = _tiles(x_blocks, tile)
+    tiles = x_tiles + _tiles(w_blocks, tile)
+    stats = x.new_empty(2 * tiles, dtype=torch.float32)
+    tensors = x, weight, x_out, w_out, stats
+    _launcher("operand_pair_kernel_pow2", tile, FLAT=True)(tiles, tensors, (tiles, x_tiles, x_blocks, w_blocks))
+    # Each tensor gets its share of the programs, and at least one.
+    programs = min(tiles, REPAIR_PROGRAMS)
+    x_programs = min(max(1, programs * x_tiles // tiles), programs - 1)
+    _repair_launcher("repair_pair_kernel_pow2", tile, True)(
+        programs, (*tensors, x_scale, w_scale), (tiles, x_tiles, x_programs, x_blocks, w_blocks)
+    )
+    return x_out, x_scale, w_out, w_scale
 
 
 def dequantize(
@@ -146,18 +190,16 @@ def dequantize(
     apply: bool,
     tile: Tile = DEQUANTIZE_TILE,
 ) -> Tensor:
-    out = torch.empty((*packed.shape[:-1], columns), dtype=dtype, device=packed.device)
+    out = packed.new_empty((*packed.shape[:-1], columns), dtype=dtype)
     if out.numel():
         packed, block_scale = packed.contiguous(), block_scale.contiguous()
         if packed.storage_offset() % 4 or packed.data_ptr() % 4:  # a slice of a file's buffer, say
             packed = packed.clone()
-        per_row, flat = block_scale.shape[-1], columns % BLOCK_SIZE == 0
-        with torch.cuda.device_of(packed):
-            kernels.dequantize_kernel[(triton.cdiv(block_scale.numel(), tile.blocks),)](
-                packed.view(torch.int32), block_scale, global_scale, out,
-                block_scale.numel(), 1 if flat else per_row, BLOCK_SIZE if flat else columns,
-                APPLY=apply, FLAT=flat, **_options(tile),
-            )  # fmt: skip
+        blocks, per_row = block_scale.numel(), block_scale.shape[-1]
+        flat = columns % BLOCK_SIZE == 0
+        tensors = packed.view(torch.int32), block_scale, global_scale, out
+        integers = (blocks, 1, BLOCK_SIZE) if flat else (blocks, per_row, columns)
+        _launcher("dequantize_kernel", tile, APPLY=apply, FLAT=flat)(_tiles(blocks, tile), tensors, integers)
     return out
 
 
@@ -170,21 +212,19 @@ def scaled_matmul(
     out_dtype: torch.dtype,
     tile: MatmulTile | None = None,
 ) -> Tensor:
-    out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype, device=x.device)
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
     if not out.numel():
         return out
     columns, depth = weight.shape
     rows = out.numel() // columns
-    a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (x.detach().reshape(rows, depth), weight.detach()))
-    bias = None if bias is None else bias.detach().contiguous()
+    a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (x.reshape(rows, depth), weight))
+    bias = None if bias is None else bias.contiguous()
     tile = tile or _matmul_tile(rows, x.device)
-    with torch.cuda.device_of(x):
-        kernels.matmul_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n),)](
-            a, b, bias, alpha_x, alpha_weight, out, rows, columns, depth, a.stride(0), b.stride(0),
-            HAS_BIAS=bias is not None, EVEN_K=depth % tile.k == 0,
-            BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP_M=MATMUL_GROUP,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
-        )  # fmt: skip
+    _matmul_launcher(tile, bias is not None, depth % tile.k == 0)(
+        -(-rows // tile.m) * -(-columns // tile.n),
+        (a, b, bias, alpha_x, alpha_weight, out),
+        (rows, columns, depth, a.stride(0), b.stride(0)),
+    )
     return out
 
 

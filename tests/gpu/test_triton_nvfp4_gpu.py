@@ -121,6 +121,97 @@ def test_equals_the_reference(kind, dtype):
     _check_against_reference(x.to(DEVICE, dtype))
 
 
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (lambda: torch.randn(300, 1024), lambda: torch.randn(1024, 1024) * 0.02),
+        (lambda: _spread(512, 1024), lambda: torch.randn(16, 1024)),
+        (lambda: torch.randn(1, 1024), lambda: _spread(2048, 1024)),
+        (_adversarial, lambda: torch.full((3, 64), float("nan"))),
+        (lambda: torch.zeros(2, 3, 64), lambda: _heavy(257, 64)),
+        (lambda: torch.randn(5, 100), lambda: torch.randn(7, 100)),
+        (lambda: torch.randn(0, 64), lambda: torch.randn(7, 64)),
+    ],
+    ids=["normal", "repaired", "one row", "adversarial", "3-D", "ragged", "empty"],
+)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_both_operands_at_once_equal_each_alone(x, weight, dtype):
+    for left, right in ((x(), weight()), (weight(), x())):
+        left, right = left.to(DEVICE, dtype), right.to(DEVICE, dtype)
+        for _ in range(2):  # compiled, then launched directly
+            found = launch.operand_pair_pow2(left, right, dtype)
+            for tensor, operand, scale in zip((left, right), found[::2], found[1::2], strict=True):
+                host = tensor.cpu()
+                wanted = nvfp4.choose_global_scale(host)
+                _same(scale, wanted, "global scale")
+                _same(operand, nvfp4.round_to_nvfp4(host, wanted, dtype=dtype), "operand")
+
+
+def test_launches_of_one_shape_look_at_every_address():
+    """Aligned, unaligned and aligned again: what was compiled for one class of arguments never runs on another."""
+    buffer = torch.randn(64 * 256 + 8, device=DEVICE, dtype=BF16)
+    weight, one = torch.randn(256, 256, device=DEVICE, dtype=BF16), torch.ones(3, device=DEVICE)
+    for offset in (0, 8, 1, 0, 3, 1, 8):
+        x = buffer[offset : offset + 64 * 256].view(64, 256)
+        _same(kernels.operand(x)[0], kernels.operand(x.clone())[0], f"operand at {offset}")
+        _same(launch.operand_pair_pow2(x, weight, BF16)[0], kernels.operand(x.clone())[0], f"pair at {offset}")
+        for found, wanted in zip(kernels.quantize(x), kernels.quantize(x.clone()), strict=True):
+            _same(found, wanted, f"quantized at {offset}")
+        found = kernels.scaled_matmul(x, weight, one[offset % 3], one[0], None, BF16)
+        _same(found, kernels.scaled_matmul(x.clone(), weight, one[0], one[0], None, BF16), f"matmul at {offset}")
+
+
+def test_a_tensor_on_the_host_is_refused_by_a_compiled_launch_too():
+    x, scale = torch.randn(64, 256, device=DEVICE), torch.ones((), device=DEVICE)
+    for _ in range(2):
+        launch.operand(x, scale, BF16, True)
+    with pytest.raises(ValueError, match="cpu"):
+        launch.operand(x, scale.cpu(), BF16, True)
+    torch.cuda.synchronize()
+
+
+def test_profiler_hooks_hear_of_direct_launches():
+    import triton
+
+    x, heard = torch.randn(64, 256, device=DEVICE, dtype=BF16), []
+    for _ in range(2):
+        wanted = kernels.operand(x)[0]
+    hooks, hook = triton.knobs.runtime.launch_enter_hook, lambda metadata: heard.append(metadata.get()["name"])
+    hooks.add(hook)
+    try:
+        found = kernels.operand(x)[0]
+    finally:
+        hooks.remove(hook)
+    _same(found, wanted)
+    assert heard == ["operand_kernel_pow2", "repair_kernel_pow2"]
+
+
+def test_patched_linear_captured_in_a_graph():
+    from qatpatch.linear import LinearSettings, LinearState, NVFP4Linear, QATLinear
+
+    layer = torch.nn.Linear(256, 128, device=DEVICE, dtype=BF16)
+    layer.__class__, layer.quantization = QATLinear, LinearState(LinearSettings())
+    packed, x = NVFP4Linear.from_linear(layer, retain=False), torch.randn(2, 40, 256, device=DEVICE, dtype=BF16)
+
+    def run():
+        with torch.no_grad():
+            return layer(x), packed(x)
+
+    for _ in range(2):
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    x.copy_(torch.randn_like(x) * 7)
+    graph.replay()
+    left, right = kernels.operand(x.view(80, 256))[0], kernels.operand(layer.weight.detach())[0]
+    exact = left.double() @ right.double().T + layer.bias.double()
+    for found, again in zip(results, run(), strict=True):
+        _same(found, again)
+        error = (found.view(80, 128).double() - exact).square().mean().sqrt()
+        assert error <= 1.05 * (exact.to(BF16).double() - exact).square().mean().sqrt()
+
+
 def test_float16_and_other_output_types():
     _check_against_reference(torch.randn(64, 512, device=DEVICE, dtype=FP16))
     _check_against_reference(torch.randn(64, 512, device=DEVICE), dtypes=(BF16, FP16))
@@ -217,13 +308,16 @@ def test_narrow_view_with_a_huge_row_stride():
 def test_non_default_stream():
     x = torch.randn(4096, 4096, device=DEVICE, dtype=BF16)
     wanted = kernels.operand(x * 3)[0]
+    launch.operand_pair_pow2(x, x, BF16)  # compiles
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)  # a launch on the default stream would read x * 3 before it is written
         found = kernels.operand(x * 3)[0]
+        pair = launch.operand_pair_pow2(x * 3, x, BF16)[0]
     stream.synchronize()
     _same(found, wanted)
+    _same(pair, wanted)
 
 
 def test_graph_capture_and_no_synchronisation():
