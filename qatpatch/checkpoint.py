@@ -260,7 +260,7 @@ def _device(device: torch.device | str) -> torch.device:
     except (RuntimeError, AssertionError, TypeError) as error:
         raise CheckpointError(f"device={device!r} cannot hold a model here: {error}") from error
     if device.type == "meta":
-        raise CheckpointError("a model is loaded to a device that holds numbers, not to 'meta'")
+        raise CheckpointError("device='meta' holds no numbers; load to a device that does")
     return device
 
 

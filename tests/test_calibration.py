@@ -63,3 +63,17 @@ def test_an_exception_inside_keeps_the_old_scales():
         model(torch.randn(2, 64))
         raise ValueError
     assert model[0].quantization.settings.static_scale is None and model[0].quantization.calibration is None
+
+
+def test_input_without_a_finite_number_changes_no_scale():
+    model = build(input_scale="static")
+    with qatpatch.calibrate(model), torch.no_grad():
+        model(torch.randn(2, 64))
+    before = model[0].quantization.settings
+    with pytest.raises(PlanError, match="no finite number"), qatpatch.calibrate(model), torch.no_grad():
+        model(torch.full((2, 64), float("nan")))
+    assert model[0].quantization.settings == before
+    with qatpatch.calibrate(model):
+        with pytest.raises(PlanError, match="do not nest"), qatpatch.calibrate(model):
+            pass
+        model(torch.randn(2, 64))

@@ -233,3 +233,56 @@ def test_a_failed_save_leaves_the_old_files_whole(saved, monkeypatch):
     with pytest.raises(CheckpointError, match="No space left"):
         qatpatch.save(model, directory)
     assert {name: (directory / name).read_bytes() for name in os.listdir(directory)} == before
+
+
+def test_changed_contents_are_refused_and_a_changed_config_is_said(saved, caplog):
+    model, directory = saved
+    file = directory / WEIGHTS_NAME
+    whole = file.read_bytes()
+    start = 8 + header(file)[1]
+    for offset in (start, (start + len(whole)) // 2, len(whole) - 1):
+        file.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
+        with pytest.raises(CheckpointError, match="checksum differs"):
+            qatpatch.load(directory)
+    file.write_bytes(whole)
+    state = safetensors.torch.load_file(file)
+    q, k = (f"blocks.0.attn1.to_{name}.weight_packed" for name in "qk")
+    rewrite(directory, tensors={q: state[k], k: state[q]})
+    with pytest.raises(CheckpointError, match="checksum differs"):
+        qatpatch.load(directory)
+    file.write_bytes(whole)
+    for change in ({"attentions": {}}, {"skipped": 3}, {"weights": "x"}, {"scheme": "zzz"}, {"computed_buffers": [1]}):
+        rewrite(directory, description=change)
+        with pytest.raises(CheckpointError):
+            qatpatch.load(directory)
+        file.write_bytes(whole)
+    config = directory / "config.json"
+    config.write_text(config.read_text().replace('"num_layers": 1', '"num_layers": 2'))
+    assert qatpatch.is_patched(qatpatch.load(directory))
+    assert "differs from the header" in caplog.text
+
+
+def test_diffusers_refuses_the_files_that_it_cannot_read(saved):
+    from diffusers import WanTransformer3DModel
+
+    with pytest.raises(ValueError, match="qatpatch"):
+        WanTransformer3DModel.from_pretrained(saved[1])
+
+
+def test_a_processor_that_was_replaced_after_deploy_is_no_silent_loss(saved):
+    from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+
+    model, directory = saved
+    before = (directory / WEIGHTS_NAME).read_bytes()
+    model.blocks[0].attn1.set_processor(WanAttnProcessor())
+    with pytest.raises(CheckpointError, match="lost its QAT attention"):
+        qatpatch.save(model, directory)
+    with pytest.raises(qatpatch.PlanError, match="lost its QAT attention"), qatpatch.infer_attention(model):
+        pass
+    assert (directory / WEIGHTS_NAME).read_bytes() == before
+
+
+@pytest.mark.parametrize("arguments", [dict(path=None), dict(path=""), dict(device="foo"), dict(device="meta")])
+def test_wrong_arguments_of_load_are_named(saved, arguments):
+    with pytest.raises(CheckpointError, match="path is|device="):
+        qatpatch.load(**{"path": saved[1], **arguments})

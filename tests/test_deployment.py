@@ -296,3 +296,102 @@ def test_casts_never_touch_packed_storage(cast):
 def _like(value, model):
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.to(next(model.parameters()).dtype) if is_float else value
+
+
+def adapted(*, first: bool):
+    """A tiny Wan with a LoRA on to_q, added before or after the patch; and the adapter's config."""
+    from peft import LoraConfig
+
+    model = tiny_wan(layers=1)
+    config = LoraConfig(r=8, target_modules=["to_q"], init_lora_weights=False)
+    torch.manual_seed(5)
+    if first:
+        model.add_adapter(config)
+    qatpatch.apply(model)
+    if not first:
+        torch.manual_seed(5)
+        model.add_adapter(config)
+    return model, wan_inputs(model)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_adapters_in_either_order_report_deploy_and_remove(first):
+    model, data = adapted(first=first)
+    assert {layer.state for layer in qatpatch.report(model).layers.values()} == {"train"}
+    out = run(model, data)
+    qatpatch.remove(model)
+    assert not qatpatch.is_patched(model) and not torch.equal(run(model, data), out)
+    qatpatch.apply(model)
+    assert torch.equal(run(model, data), out)
+    qatpatch.deploy(model)
+    assert torch.equal(run(model, data), out) and isinstance(model.blocks[0].attn1.to_q.base_layer, NVFP4Linear)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_merged_and_unloaded_adapters_leave_a_patch_that_works(first, tmp_path):
+    model, data = adapted(first=first)
+    model.fuse_lora()
+    model.unload_lora()
+    out = run(model, data)
+    assert {layer.state for layer in qatpatch.report(model).layers.values()} == {"train"}
+    qatpatch.deploy(model)
+    qatpatch.save(model, tmp_path)
+    assert torch.equal(run(model, data), out) and torch.equal(run(qatpatch.load(tmp_path), data), out)
+
+
+def test_an_adapter_has_no_place_in_a_saved_model(tmp_path):
+    model, _ = adapted(first=True)
+    qatpatch.deploy(model)
+    with pytest.raises(qatpatch.CheckpointError, match="wrapped by an adapter"):
+        qatpatch.save(model, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_models_that_were_never_in_training_mode_deploy_what_autocast_quantized():
+    for grad in (True, False):
+        model = tiny_wan(layers=1)
+        data = wan_inputs(model)
+        qatpatch.apply(model)
+        with in_mode("autocast"), torch.set_grad_enabled(grad):
+            model(**data)
+        with in_mode("autocast"):
+            out = run(model, data)
+            qatpatch.deploy(model)
+            assert torch.equal(run(model, data), out)
+
+
+def test_uncalibrated_and_fused_models_are_refused_before_anything_is_purged():
+    model = tiny_wan(layers=1)
+    qatpatch.apply(model, input_scale="static")
+    with pytest.raises(PlanError, match="no scale yet.*qatpatch.calibrate"):
+        qatpatch.deploy(model)
+    model = tiny_wan(layers=1)
+    qatpatch.apply(model)
+    model.fuse_qkv_projections()
+    with pytest.raises(PlanError, match="fused projections"):
+        qatpatch.deploy(model)
+    assert not any(isinstance(m, NVFP4Linear) for m in model.modules())
+    model = tiny_wan(layers=1)
+    model.fuse_qkv_projections()
+    with pytest.raises(PlanError, match="fuse_qkv_projections replaced"):
+        qatpatch.apply(model)
+
+
+def test_a_weight_that_another_layer_shares_is_not_counted_as_held_twice():
+    model = nn.ModuleDict({"a": nn.Linear(64, 64, bias=False), "b": nn.Linear(64, 64, bias=False)})
+    model["b"].weight = model["a"].weight
+    qatpatch.apply(model, Profile(name="a", rules=(Rule(match=("a",), action="linear"),)))
+    report = qatpatch.deploy(model)
+    assert report.bytes_freed == report.bytes_before - report.bytes_after == -(64 * 64 * 9 // 16 + 4)
+    assert report.held == {"a": "another layer of the model, which shares it"}
+
+
+def test_deployed_biases_train_and_packed_bytes_refuse_other_dtypes():
+    model = nn.Sequential(nn.Linear(64, 32))
+    qatpatch.apply(model, ANY_LINEAR)
+    qatpatch.deploy(model)
+    model(torch.randn(5, 64)).sum().backward()
+    assert torch.equal(model[0].bias.grad, torch.full((32,), 5.0))
+    with pytest.raises(RuntimeError, match="cannot be converted to another dtype"):
+        model.type(torch.bfloat16)
+    assert model[0].weight_packed.dtype is torch.uint8

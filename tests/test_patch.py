@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
+import subprocess
 import sys
 
 import pytest
@@ -367,3 +368,36 @@ def test_unsupported_attention_requests_are_refused():
     qatpatch.apply(model)
     with pytest.raises(NotImplementedError, match="is_causal=True.*exclude"):
         refuse_unsupported(is_causal=True, dropout_p=0.0)
+
+
+def test_remove_refuses_hooks_that_hold_on_to_the_patch():
+    model = MLP()
+    qatpatch.apply(model, ANY_LINEAR)
+    model.up.forward = model.up.forward
+    with pytest.raises(PlanError, match="up, ...\\) have a hook"):
+        qatpatch.remove(model)
+    assert type(model.up) is QATLinear
+    del model.up.forward
+    qatpatch.remove(model)
+    assert snapshot(model)["classes"]["up"] is nn.Linear
+
+
+def test_rules_match_every_name_of_a_shared_module():
+    model = nn.ModuleDict({"a": nn.Linear(32, 32), "c": nn.Linear(32, 32)})
+    model["b"] = model["a"]
+    assert qatpatch.build_plan(model, ANY_LINEAR, exclude=("b",)).linears.keys() == {"c"}
+    profile = Profile(name="b", rules=(Rule(match=("b",), action="linear"),))
+    assert qatpatch.build_plan(model, profile, exclude=None).linears.keys() == {"a"}
+
+
+def test_a_package_that_is_imported_anew_works():
+    code = (
+        "import sys, torch, qatpatch, qatpatch.kernels.ops\n"
+        "for name in [n for n in sys.modules if n.split('.')[0] == 'qatpatch']: del sys.modules[name]\n"
+        "import qatpatch\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(32, 32))\n"
+        "qatpatch.apply(model, qatpatch.Profile(name='all', rules=(qatpatch.Rule(match=('*',), action='linear'),)))\n"
+        "print(model(torch.ones(1, 32)).shape)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "[1, 32]" in done.stdout, done.stderr

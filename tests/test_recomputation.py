@@ -156,3 +156,13 @@ def test_remember_keeps_in_place_changes_and_saved_outputs_working():
     z.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.sum().backward()
+
+
+def test_validation_in_training_mode_does_not_disturb_checkpointing():
+    model, data = patched("ltx2")
+    for checkpointing in ("diffusers", "reentrant"):
+        expected = gradients(model, data, checkpointing=checkpointing)
+        for swap in (qatpatch.infer_attention, qatpatch.dense, lambda m: qatpatch.stage(m, "base")):
+            with torch.no_grad(), swap(model):
+                model(**data)
+        assert torch.equal(gradients(model, data, checkpointing=checkpointing), expected)
