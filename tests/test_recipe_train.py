@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +206,7 @@ def test_a_run_leaves_what_it_says_and_prints_the_table(tmp_path, capsys):
         assert (output / name).stat().st_size > 100, name
     for name in ("reports/deploy.html", "reports/infer_attention.txt"):
         assert (output / name).stat().st_size > 50, name
+    assert "held by" not in (output / "reports" / "deploy.txt").read_text()  # the dense weights are really gone
     for name in ("ground_truth", "before_training", "after"):
         with av.open(str(output / "videos" / f"{name}.mp4")) as container:
             assert len(list(container.decode(video=0))) == 3
@@ -355,6 +357,22 @@ def test_a_missing_package_names_the_extra():
     assert result.returncode == 1
     assert "needs tensorboard, which is not installed: pip install 'qatpatch[train]'" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_model(tmp_path):
+    """torchrun with gloo: both processes reach the end, and each has its own random state in the checkpoint."""
+    recipe = write_recipe(tmp_path, train=dict(steps=2), validation=dict(every=0), checkpoint=dict(every=2))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(RECIPES.parent), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*command, str(RECIPES / "train.py"), str(recipe)], capture_output=True, text=True, timeout=200, env=environment
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.count("reloaded from disk") == 1  # one process prints
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000002"
+    assert len(list(checkpoint.glob("random_states_*.pkl"))) == 2
+    assert (tmp_path / "run" / "transformer-nvfp4" / "diffusion_pytorch_model.safetensors").exists()
 
 
 @pytest.mark.slow
