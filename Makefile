@@ -14,7 +14,7 @@ ORACLES := flashinfer-python==0.7.4 torchao==0.18.0
 .PHONY: demo test lint wheel bench bench-gpu venv
 
 demo: venv
-	$(BIN)/python recipes/train.py recipes/tiny_ltx2_overfit.yaml --output outputs/demo
+	$(BIN)/python recipes/train.py recipes/tiny_ltx2_overfit.yaml --output outputs/demo --overwrite
 
 test: venv
 	$(BIN)/python -m pytest
