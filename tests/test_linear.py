@@ -551,12 +551,12 @@ class TestPacked:
         assert_packed_unchanged(packed, before)
         torch.testing.assert_close(packed(x), y, atol=0.2, rtol=0)  # the bias went through E4M3
 
-    def test_input_gradient(self):
-        """For adapters on packed layers: dX = dY Wq."""
+    def test_input_and_bias_gradient(self):
+        """For adapters on packed layers: dX = dY Wq, db = sum dY."""
         packed, x, dy = packed_linear(60), normal(2, 3, 60).requires_grad_(), normal(2, 3, 48, seed=1)
         packed(x).backward(dy)
         assert torch.equal(x.grad, dy @ oracle_values(plain_linear(60).weight).float())
-        assert packed.bias.grad is None
+        assert torch.equal(packed.bias.grad, dy.reshape(-1, 48).sum(0))
 
     @pytest.mark.parametrize("make", [patched_linear, packed_linear])
     @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
