@@ -49,9 +49,8 @@ def calibrate(model: nn.Module) -> Iterator[None]:
         raise PlanError("calibrate works on a patched model before deploy: the scales are part of what is trained")
     if any(layer.quantization.settings.input_scale != "static" for layer in layers.values()):
         raise PlanError(
-            "this model was patched with another input_scale; call qatpatch.apply(model, input_scale='static') "
-            "to use calibrated "
-            "scales"
+            "this model was patched with another input_scale; remove the patch and call "
+            "qatpatch.apply(model, input_scale='static')"
         )
     if any(layer.quantization.calibration is not None for layer in layers.values()):
         raise PlanError("this model is being calibrated already; calibrate blocks do not nest")

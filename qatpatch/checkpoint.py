@@ -60,7 +60,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         record = patch_record(model)
     except PlanError as error:
         raise CheckpointError(
-            f"save writes deployed models: {error} Then call qatpatch.deploy(model); for a model that is still "
+            f"save writes deployed models: {error}. Then call qatpatch.deploy(model); for a model that is still "
             f"training, "
             "qatpatch.export writes formats of other tools"
         ) from error

@@ -43,7 +43,7 @@ class AttentionCall:
     kernel: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class AuditReport(Receipt):
     """What one forward reached.
 

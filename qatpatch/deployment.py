@@ -43,7 +43,7 @@ def deploy(
         retain_original_weights: keep every dense weight beside the packed one, so that `dense` works and `remove`
             can undo.
             By default only the refine-only layers keep theirs (they run dense in the stage ``base``).
-        attention_kernel: a kernel's name or ``"native"``; default: the first usable one of the trained scheme.
+        attention_kernel: as ``kernel`` of `infer_attention`; default: the first usable one of the trained scheme.
 
     Returns:
         A `DeployReport` with the bytes before, after and freed, measured.

@@ -51,7 +51,7 @@ class Action:
     note: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(Receipt):
     """The result of `build_plan`.
 
@@ -386,7 +386,8 @@ def _checked_request(profile: Profile, **arguments: Any) -> Request:
         scheme = kernels.SCHEME_OF_TARGET.get(target, scheme)
         if target not in kernels.SCHEME_OF_TARGET:
             problems.append(
-                f"target={target!r} has no FP4 attention to simulate{nearest(target, kernels.SCHEME_OF_TARGET)}"
+                f"target={target!r} has no FP4 attention to simulate; it is the architecture to deploy to, one of "
+                f"{', '.join(sorted(kernels.SCHEME_OF_TARGET))}, not the one that trains"
             )
     for name in ("linear", "attention", "activations", "strict"):
         if not isinstance(arguments[name], bool):

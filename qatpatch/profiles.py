@@ -28,7 +28,7 @@ class Rule:
     """What happens to the modules that match.
 
     Attributes:
-        match: patterns over module names.
+        match: patterns over module names; one may be given as a plain string.
         action: ``"linear"`` and ``"attention"`` patch modules of that kind, ``"skip"`` leaves modules of both
             kinds dense.
         reason: for skips, one sentence.
@@ -41,6 +41,10 @@ class Rule:
     reason: str = ""
     refine_only: bool = False
     optional: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.match, str):
+            object.__setattr__(self, "match", (self.match,))
 
     def matches(self, name: str) -> bool:
         return any(matches(pattern, name) for pattern in self.match)

@@ -47,11 +47,13 @@ class Receipt:
     def __str__(self) -> str:
         return render(self._tables(), "text")
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         return render(self._tables(), "html")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PatchReport(Receipt):
     """The receipt of a patched model: of `apply` when it returns it, of now when `report` does.
 
@@ -90,7 +92,7 @@ class PatchReport(Receipt):
         return [(title, [header, *rows]), skip_table(self.skipped), *warning_tables(self.warnings)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SwapReceipt(Receipt):
     """What a swap bound.
 
@@ -128,7 +130,7 @@ class SwapReceipt(Receipt):
         return [(self.line, [])]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DeployReport(Receipt):
     """The receipt of `deploy`.
 
@@ -175,7 +177,9 @@ class DeployReport(Receipt):
             (name, str(sum(k.name == name for k in self.kernels.values())), _yes(row.native))
             for name, row in names.items()
         ]
-        held = [("still in memory", "held by"), *self.held.items()] if self.held else []
+        groups = grouped(self.held, key=lambda name: (self.held[name],))
+        rows = [(pattern, str(count), self.held[first]) for pattern, count, first in groups]
+        held = [("dense weights still in memory", "count", "held by"), *rows] if rows else []
         return [(title, memory), ("", [("kernel", "layers", "native"), *served]), *([("", held)] if held else [])]
 
 

@@ -32,9 +32,8 @@ def infer_attention(model: nn.Module, kernel: str | None = None) -> Iterator[Swa
 
     Args:
         model: a patched model, or a wrapper of one.
-        kernel: a kernel's name, ``"native"`` for FP4 tensor cores only, or None for the first usable kernel of
-            the trained
-            scheme. A named kernel of another scheme is taken, and its receipt says ``simulated=no``.
+        kernel: a kernel's name, ``"native"`` for FP4 tensor cores only, a scheme (``"sage3"``, ``"fa4"``), or None for
+            the first usable kernel of the trained scheme. Of another scheme the receipt says ``simulated=no``.
 
     Yields:
         A `SwapReceipt`. On a deployed model, whose attentions run the inference kernel anyway, nothing changes.
@@ -134,7 +133,9 @@ def bind_infer(
     """The infer kernel for attention trained with ``scheme``: of that scheme, unless one of another is asked for
     by name.
     """
-    if name not in (None, "native"):
+    if name in kernels.ATTENTION_SCHEMES:
+        scheme, name = name, None
+    elif name not in (None, "native"):
         named = kernels.kernel_named(name)
         if named.op == "attention" and scheme not in named.schemes:
             scheme = named.schemes[0]

@@ -222,3 +222,16 @@ def test_switching_adds_one_compiled_graph_each_and_no_more():
         assert torch.equal(run(compiled, data), eager)
     assert counter.frame_count == 2
     assert isinstance(compiled, nn.Module) and qatpatch.is_patched(compiled)
+
+
+def test_another_scheme_runs_only_where_it_is_asked_for_by_name(ltx2):
+    model, data, _, out = ltx2
+    with qatpatch.infer_attention(model, kernel="fa4") as receipt:
+        other = run(model, data)
+    assert "scheme=fa4 simulated=no" in receipt.line and not torch.equal(other, out)
+    with qatpatch.infer_attention(model, kernel="sage3") as receipt:
+        assert torch.equal(run(model, data), out)
+    assert "scheme=sage3 simulated=yes" in receipt.line
+    qatpatch.deploy(model, attention_kernel="fa4")
+    assert torch.equal(run(model, data), other)
+    assert not qatpatch.report(model).layers["transformer_blocks.0.attn1"].simulated
