@@ -64,9 +64,8 @@ def calibrate(model: nn.Module) -> Iterator[None]:
             layer.quantization.calibration = None
     if all(maximum.amax is None for maximum in maxima.values()):
         raise PlanError(
-            "no forward reached a patched linear inside calibrate, so there is nothing to calibrate from (a "
-            "compiled model? "
-            "calibrate the eager one)"
+            "no forward reached a patched linear inside calibrate, so there is nothing to calibrate from (a compiled "
+            "model? calibrate the eager one)"
         )
     seen = {name: float(maximum.amax) for name, maximum in maxima.items() if maximum.amax is not None}
     dead = [name for name, amax in seen.items() if amax == 0.0]

@@ -61,8 +61,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     except PlanError as error:
         raise CheckpointError(
             f"save writes deployed models: {error}. Then call qatpatch.deploy(model); for a model that is still "
-            f"training, "
-            "qatpatch.export writes formats of other tools"
+            "training, qatpatch.export writes formats of other tools"
         ) from error
     if not record.deployed:
         raise CheckpointError(
@@ -310,9 +309,8 @@ def _parse(metadata: dict[str, str], file: Path) -> dict[str, Any]:
     if HEADER_KEY not in metadata:
         found = f"its header says {', '.join(sorted(metadata))}" if metadata else "its header says nothing"
         raise CheckpointError(
-            f"{file} was not written by qatpatch.save ({found}); packed NVFP4 of other tools differs in nibble "
-            f"order and "
-            "scale layout and cannot be told by shape, so it is not guessed at"
+            f"{file} was not written by qatpatch.save ({found}); packed NVFP4 of other tools differs in nibble order "
+            "and scale layout and cannot be told by shape, so it is not guessed at"
         )
     try:
         description = json.loads(metadata[HEADER_KEY])

@@ -232,9 +232,8 @@ def refuse_unsupported(**asked: Any) -> None:
     for name, value in asked.items():
         if value:
             raise NotImplementedError(
-                f"the model asks its attention for {name}={value}, which NVFP4 attention does not support; "
-                f"exclude that "
-                "module from the patch (exclude=...) to keep it dense"
+                f"the model asks its attention for {name}={value}, which NVFP4 attention does not support; exclude "
+                "that module from the patch (exclude=...) to keep it dense"
             )
 
 

@@ -419,9 +419,8 @@ class NVFP4Linear(nn.Linear):
         probe = fn(torch.empty(0, dtype=self.compute_dtype, device=self.weight_packed.device))
         if fn(torch.empty(0, dtype=torch.uint8, device=self.weight_packed.device)).dtype is not torch.uint8:
             raise RuntimeError(
-                "a deployed layer holds packed codes and scale bytes, which cannot be converted to another "
-                "dtype (type()?); "
-                "use .to(dtype), which converts the rest"
+                "a deployed layer holds packed codes and scale bytes, which cannot be converted to another dtype "
+                "(type()?); use .to(dtype), which converts the rest"
             )
         super()._apply(fn, recurse)
         if probe.dtype in COMPUTE_DTYPES:
@@ -468,9 +467,8 @@ class NVFP4Linear(nn.Linear):
     def extra_repr(self) -> str:
         kept = "retained" if self.dense_weight is not None else "purged"
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"nvfp4 packed, "
-            f"dense weight {kept}, mode={self.quantization.mode}"
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, nvfp4 "
+            f"packed, dense weight {kept}, mode={self.quantization.mode}"
         )
 
 

@@ -143,16 +143,14 @@ def remove(model: nn.Module) -> None:
     purged = [name for name, layer in layers.items() if layer is not None and is_purged(layer)]
     if purged:
         raise PlanError(
-            f"{len(purged)} layers ({purged[0]}, ...) were packed by deploy and their dense weights purged, so "
-            f"the patch cannot "
-            "be removed; load the original weights, or deploy with retain_original_weights=True"
+            f"{len(purged)} layers ({purged[0]}, ...) were packed by deploy and their dense weights purged, so the "
+            "patch cannot be removed; load the original weights, or deploy with retain_original_weights=True"
         )
     hooked = [name for name, layer in layers.items() if layer is not None and "forward" in vars(layer)]
     if hooked:
         raise PlanError(
-            f"{len(hooked)} layers ({hooked[0]}, ...) have a hook (offload, accelerate, layerwise casting) that "
-            f"holds on to "
-            "the patched forward; take the hooks off first"
+            f"{len(hooked)} layers ({hooked[0]}, ...) have a hook (offload, accelerate, layerwise casting) that holds "
+            "on to the patched forward; take the hooks off first"
         )
     if is_graph(model):
         restore(model)
@@ -215,9 +213,8 @@ def patch_record(model: nn.Module) -> Record:
     found = patched_modules(model)
     if found:
         raise PlanError(
-            f"{type(model).__name__} holds patched modules ({next(iter(found))}, ...) but is not the module "
-            f"that qatpatch.apply "
-            "was called on; pass that one"
+            f"{type(model).__name__} holds patched modules ({next(iter(found))}, ...) but is not the module that "
+            "qatpatch.apply was called on; pass that one"
         )
     raise PlanError(f"this {type(model).__name__} is not patched; call qatpatch.apply(model) first")
 
@@ -232,9 +229,8 @@ def attention_states(model: nn.Module, record: Record) -> list[Any]:
     for name, state in zip(record.attentions, states, strict=True):
         if state is None:
             raise PlanError(
-                f"{name} lost its QAT attention (set_attn_processor?); put the processor back, or remove the "
-                f"patch and apply "
-                "again"
+                f"{name} lost its QAT attention (set_attn_processor?); put the processor back, or remove the patch "
+                "and apply again"
             )
     return states
 

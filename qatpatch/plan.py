@@ -194,9 +194,8 @@ def build_plan(
     refuse_patched(model)
     if chosen.models and not set(chosen.models) & set(class_names) and not is_graph(model):
         raise PlanError(
-            f"profile {chosen.name!r} is for {', '.join(chosen.models)}; the model is a {class_names[0]}. "
-            f"Choose its profile, or "
-            "pass a Profile of your own"
+            f"profile {chosen.name!r} is for {', '.join(chosen.models)}; the model is a {class_names[0]}. Choose its "
+            "profile, or pass a Profile of your own"
         )
     walk = _Walk(profile=chosen, request=request)
     units = graph_units(model) if is_graph(model) else module_units(model)
@@ -232,8 +231,7 @@ def refuse_patched(model: nn.Module) -> None:
     if any(getattr(type(m), "qatpatch_kind", "") == "NVFP4Linear" for m in found.values()):
         raise PlanError(
             f"this {type(model).__name__} is deployed (packed to NVFP4); its dense weights are gone. Load the "
-            f"original weights anew "
-            "to patch again"
+            "original weights anew to patch again"
         )
     inside = "" if record is not None else f" inside it ({next(iter(found))}, ...)"
     raise PlanError(f"this {type(model).__name__} is already patched{inside}; call qatpatch.remove(model) first")
@@ -357,9 +355,8 @@ def _check_counts(walk: _Walk, model: nn.Module) -> list[str]:
                 _report(
                     walk,
                     warnings,
-                    f"{count.container} has {blocks} blocks, so {per_block * blocks} {kind}s must match "
-                    f"({per_block} a block); "
-                    f"{found} do",
+                    f"{count.container} has {blocks} blocks, so {per_block * blocks} {kind}s must match ({per_block} "
+                    f"a block); {found} do",
                 )
     return warnings
 

@@ -236,9 +236,8 @@ def find_profile(profile: Profile | str | Path, class_names: Iterable[str]) -> P
                 return candidate
         known = ", ".join(f"{p.name} ({', '.join(p.models)})" for p in PROFILES.values())
         raise PlanError(
-            f"profile='auto' knows no profile for {class_names[0]}; there are {known}. Pass a Profile of your "
-            f"own, or a TOML "
-            "or YAML file with one"
+            f"profile='auto' knows no profile for {class_names[0]}; there are {known}. Pass a Profile of your own, or "
+            "a TOML or YAML file with one"
         )
     if profile not in PROFILES:
         raise PlanError(f"there is no profile {profile!r}{nearest(profile, ('auto', *PROFILES))}")

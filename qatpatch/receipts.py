@@ -121,8 +121,7 @@ class SwapReceipt(Receipt):
         """The receipt in one line."""
         line = (
             f"{self.swap}: {len(self.modules)} modules, arch={self.architecture} kernel={self.kernel} "
-            f"scheme={self.scheme} "
-            f"simulated={_yes(self.simulated)} native={_yes(self.native)}"
+            f"scheme={self.scheme} simulated={_yes(self.simulated)} native={_yes(self.native)}"
         )
         return f"{line} ({self.note})" if self.note else line
 
@@ -157,9 +156,8 @@ class DeployReport(Receipt):
 
     def _tables(self) -> list[Table]:
         title = (
-            f"{self.model_class} deployed: {len(self.packed)} linears packed, {len(self.retained)} of them kept "
-            f"dense too, "
-            f"{len(self.attentions)} attentions"
+            f"{self.model_class} deployed: {len(self.packed)} linears packed, {len(self.retained)} of them kept dense "
+            f"too, {len(self.attentions)} attentions"
         )
         memory = [
             ("memory", "GiB", "bytes"),

@@ -26,10 +26,9 @@ import torch
 import torch.utils.checkpoint
 
 _ADVICE = (
-    "gradient checkpointing recomputes a layer during backward, and a qatpatch block (infer_attention, dense, "
-    "stage) was "
-    "entered or left between its forward and its backward in a way that cannot be followed; run the backward before "
-    "the block changes, or use checkpoint(..., use_reentrant=False)"
+    "gradient checkpointing recomputes a layer during backward, and a qatpatch block (infer_attention, dense, stage) "
+    "was entered or left between its forward and its backward in a way that cannot be followed; run the backward "
+    "before the block changes, or use checkpoint(..., use_reentrant=False)"
 )
 
 

@@ -47,9 +47,8 @@ def infer_attention(model: nn.Module, kernel: str | None = None) -> Iterator[Swa
     record = patch_record(model)
     if not record.attentions:
         raise PlanError(
-            f"this {type(model).__name__} has no QAT attention to swap (patched with attention=False, or a "
-            f"profile without "
-            "attention)"
+            f"this {type(model).__name__} has no QAT attention to swap (patched with attention=False, or a profile "
+            "without attention)"
         )
     device = device_of(None, model)
     states = attention_states(model, record)
