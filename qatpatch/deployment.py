@@ -27,7 +27,7 @@ from qatpatch.patch import Record, attention_states, device_of, layer_state, mov
 from qatpatch.receipts import DeployReport
 from qatpatch.swap import bind_infer
 from qatpatch.switch import AttentionChoice
-from qatpatch.units import is_graph, layer_at, unwrap
+from qatpatch.units import is_graph, is_hooked, layer_at, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -96,11 +96,6 @@ def model_bytes(model: nn.Module) -> int:
     return sum(storages.values())
 
 
-def _in_model(model: nn.Module, watched: _Watched) -> bool:
-    parameter = watched.parameter()
-    return parameter is not None and _contains(model.parameters(), parameter)
-
-
 class _Watched:
     """A dense weight that should be gone soon."""
 
@@ -123,7 +118,7 @@ def _check(model: nn.Module, layers: dict[str, nn.Module]) -> None:
             problems.append(f"{name} has a meta weight, which holds no numbers to pack; load the weights first")
         elif type(layer.weight).__name__ == "DTensor":
             problems.append(f"{name} is sharded; gather the full weights first")
-        elif "forward" in vars(layer):
+        elif is_hooked(layer):
             problems.append(
                 f"{name} has a hook (offload, layerwise casting) that replaced its forward; take it off first"
             )
@@ -165,8 +160,10 @@ def _receipt(
         gc.collect()
         alive = {name: w for name, w in alive.items() if not w.storage.expired()}
     after = model_bytes(model)
-    # A weight that another layer of the model still uses is part of "after" already.
-    freed = before - after - sum(w.nbytes for name, w in alive.items() if not _in_model(model, w))
+    own = {id(parameter) for parameter in model.parameters()}
+    shared = {name for name, w in alive.items() if id(w.parameter()) in own}
+    # What another layer of the model still uses is part of "after" already.
+    freed = before - after - sum(w.nbytes for name, w in alive.items() if name not in shared)
     if allocated is not None:
         freed = allocated - _allocated(devices)
     rows = {}
@@ -186,7 +183,7 @@ def _receipt(
         bytes_before=before,
         bytes_after=after,
         bytes_freed=freed,
-        held=_holders(model, alive),
+        held=_holders(alive, shared),
     )
     logger.info(
         "deploy: %d linears packed, %d kept dense too, %d attentions, %d bytes -> %d, freed %d",
@@ -203,7 +200,7 @@ def _receipt(
     return report
 
 
-def _holders(model: nn.Module, alive: dict[str, _Watched]) -> dict[str, str]:
+def _holders(alive: dict[str, _Watched], shared: set[str]) -> dict[str, str]:
     """Who keeps each surviving weight: optimizers by class, else the types of the objects that refer to it."""
     if not alive:
         return {}
@@ -214,7 +211,7 @@ def _holders(model: nn.Module, alive: dict[str, _Watched]) -> dict[str, str]:
         if parameter is None:
             held[name] = "an autograd graph, or a tensor that shares its storage"
             continue
-        if _contains(model.parameters(), parameter):
+        if name in shared:
             held[name] = "another layer of the model, which shares it"
             continue
         owners = [f"the optimizer {type(o).__name__}" for o in optimizers if _contains(_optimized(o), parameter)]

@@ -30,7 +30,7 @@ from qatpatch.plan import RECORD, Action, Plan, build_plan, patched_modules
 from qatpatch.profiles import Profile
 from qatpatch.receipts import LayerReceipt, PatchReport
 from qatpatch.switch import Switch
-from qatpatch.units import is_graph, layer_at, replace_layer, unwrap
+from qatpatch.units import is_graph, is_hooked, layer_at, replace_layer, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -135,18 +135,19 @@ def remove(model: nn.Module) -> None:
     """Undo `apply`: classes, processors and keys are those from before, bit for bit; trained weights stay trained.
 
     Raises:
-        PlanError: the model is not patched, or `deploy` purged dense weights.
+        PlanError: the model is not patched, `deploy` purged dense weights, or layers have hooks that hold on to the
+            patched forward; the model is as it was.
     """
     model = unwrap(model)
     record = patch_record(model)
     layers = {name: layer_at(model, paths[0]) for name, paths in record.linears.items()}
-    purged = [name for name, layer in layers.items() if layer is not None and is_purged(layer)]
+    purged = [name for name, layer in layers.items() if is_purged(layer)]
     if purged:
         raise PlanError(
             f"{len(purged)} layers ({purged[0]}, ...) were packed by deploy and their dense weights purged, so the "
             "patch cannot be removed; load the original weights, or deploy with retain_original_weights=True"
         )
-    hooked = [name for name, layer in layers.items() if layer is not None and "forward" in vars(layer)]
+    hooked = [name for name, layer in layers.items() if layer is not None and is_hooked(layer)]
     if hooked:
         raise PlanError(
             f"{len(hooked)} layers ({hooked[0]}, ...) have a hook (offload, accelerate, layerwise casting) that holds "

@@ -109,9 +109,14 @@ def _fused_problem(model: nn.Module, path: str) -> str | None:
     return None
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a hook (offload, accelerate, layerwise casting) put a forward on the instance, hiding the class's."""
+    return "forward" in vars(module)
+
+
 def linear_problem(module: nn.Linear) -> str | None:
     """Why a linear cannot be patched; None when it can."""
-    if "forward" in vars(module):
+    if is_hooked(module):
         return (
             "its forward was replaced by a hook (offload, accelerate, layerwise casting), which would bypass the patch "
             "silently; apply before such hooks"
