@@ -2,10 +2,9 @@
 
 Every patched layer of a model refers to the same switch, so that a swap is one assignment and cannot be half done.
 There
-are three axes: ``linear``, ``attention`` and ``stage``. Each takes the value of the innermost block still open that
-sets it, and
-None (the original state) when there is none; blocks may close in any order. Copies and pickles start with no block
-open.
+are four axes: ``linear``, ``attention``, ``stage`` and ``weights``. Each takes the value of the innermost block still
+open that sets it, and None (the original state) when there is none; blocks may close in any order. Copies and pickles
+start with no block open.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-AXES = ("linear", "attention", "stage")
+from qatpatch.reuse import KeptWeights, SharedInput
+
+AXES = ("linear", "attention", "stage", "weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +33,16 @@ class Switch:
         linear: ``"dense"`` or None.
         attention: an `AttentionChoice` or None.
         stage: ``"base"``, ``"refine"`` or None.
+        weights: the scope's `KeptWeights` or None.
+        input: the quantized input that projections of one attention share.
     """
 
     def __init__(self) -> None:
         self.linear: str | None = None
         self.attention: AttentionChoice | None = None
         self.stage: str | None = None
+        self.weights: KeptWeights | None = None
+        self.input = SharedInput()
         self._open: list[tuple[object, dict[str, Any]]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
