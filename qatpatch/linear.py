@@ -268,8 +268,10 @@ class _QATLinear(torch.autograd.Function):
 def _dense(operand: torch.Tensor, scale: torch.Tensor, ctx: Any) -> torch.Tensor:
     """The dequantized values of a GEMM operand, in the compute dtype."""
     if kernels.kernel_named(ctx.kernel).folded(ctx.settings.global_scale, ctx.dtype):
-        return operand
-    return (operand * scale).to(ctx.dtype)
+        return _as(operand, ctx.dtype)
+    # A scale () does not widen a 16-bit operand by itself.
+    wide = _as(operand, torch.float32) if ctx.dtype is torch.float32 else operand
+    return (wide * scale).to(ctx.dtype)
 
 
 class QATLinear(nn.Linear):
