@@ -6,10 +6,14 @@ are three axes: ``linear``, ``attention`` and ``stage``. Each takes the value of
 sets it, and
 None (the original state) when there is none; blocks may close in any order. Copies and pickles start with no block
 open.
+
+The switch also says who shares the model's sequences (``context``), which every layer must know too.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,17 +36,21 @@ class Switch:
         linear: ``"dense"`` or None.
         attention: an `AttentionChoice` or None.
         stage: ``"base"``, ``"refine"`` or None.
+        context: gives the process group whose ranks each hold a shard of the model's tokens, None where nobody does;
+            itself None where the layers are no part of a whole patched model.
     """
 
     def __init__(self) -> None:
         self.linear: str | None = None
         self.attention: AttentionChoice | None = None
         self.stage: str | None = None
+        self.context: Callable[[], Any] | None = None
         self._open: list[tuple[object, dict[str, Any]]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
-        memo[id(self)] = copy = Switch()
-        return copy
+        memo[id(self)] = copied = Switch()
+        copied.context = copy.deepcopy(self.context, memo)
+        return copied
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return Switch, ()
