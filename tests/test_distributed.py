@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 import tempfile
 import time
@@ -20,6 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from models import ltx2_inputs, run, tiny_ltx2, tiny_wan, wan_inputs
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import qatpatch
 
@@ -130,3 +134,127 @@ def check_context(rank, name, order, arguments):
 )
 def test_a_shared_sequence_gives_what_one_process_gives(name, order, arguments):
     together(check_context, name, order, arguments)
+
+
+class Scales(TorchDispatchMode):
+    """The weights' global scales that the linears of a forward compute with."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.qatpatch.operands.default:
+            self.seen.append(float(out[3]))
+        return out
+
+
+def scales_of(model, data):
+    """By a forward; as the linears run, in order."""
+    with Scales() as scales:
+        run(model, data)
+    assert scales.seen
+    return scales.seen
+
+
+SMALL = dict(
+    layers=1, num_attention_heads=1, cross_attention_dim=128, audio_num_attention_heads=1, audio_cross_attention_dim=64
+)
+
+
+@functools.cache
+def shapes():
+    """A model that says how large its inputs are."""
+    return tiny_ltx2(**SMALL)
+
+
+def sample(step, index):
+    return ltx2_inputs(shapes(), frames=2, seed=100 * step + index)
+
+
+def train(model, optimizer, steps, indices):
+    """Losses of ``steps`` steps; the micro-batches ``indices`` are accumulated to one step."""
+    losses = []
+    for number in steps:
+        total = 0.0
+        for index in indices:
+            data = sample(number, index)
+            target = data["hidden_states"].roll(1, -1)
+            loss = (model(**data)[0] - target).square().mean()
+            (loss / len(indices)).backward()
+            total += float(loss.detach()) / len(indices)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def mean_over_ranks(values):
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return (tensor / dist.get_world_size()).tolist()
+
+
+def alone(rank):
+    """A mesh of this process only."""
+    return DeviceMesh("cpu", torch.arange(WORLD).unsqueeze(1), mesh_dim_names=("replica", "alone"))["alone"]
+
+
+def sharded(mesh, order, **arguments):
+    from sharding import shard
+
+    model = tiny_ltx2(**SMALL).train()
+    if order == "apply first":
+        qatpatch.apply(model, **arguments)
+    shard(model, mesh=mesh, compute=torch.float32)
+    if order != "apply first":
+        qatpatch.apply(model, **arguments)
+    model.enable_gradient_checkpointing()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def whole(tensors):
+    return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in tensors.items()}
+
+
+def check_sharded_training(rank, folder):
+    from sharding import load_state, save_state
+
+    both = DeviceMesh("cpu", torch.arange(WORLD))
+    plain = tiny_ltx2(**SMALL)
+    qatpatch.apply(plain, global_scale="amax")
+    wanted = scales_of(plain, sample(0, 0))
+    for order in ("apply first", "shard first"):
+        model, _ = sharded(both, order, global_scale="amax")
+        assert isinstance(next(model.parameters()), DTensor)
+        assert scales_of(model, sample(0, 0)) == wanted
+        with pytest.raises(qatpatch.PlanError, match="gather the weights"):
+            qatpatch.deploy(model)
+
+    two, two_optimizer = sharded(both, "apply first")
+    one, one_optimizer = sharded(alone(rank), "shard first")
+    together = mean_over_ranks(train(two, two_optimizer, range(20), [rank]))
+    accumulated = train(one, one_optimizer, range(20), range(WORLD))
+    torch.testing.assert_close(together, accumulated, rtol=1e-3, atol=0)
+    assert scales_of(two, sample(0, 0)) == scales_of(one, sample(0, 0))
+
+    # Two write, one reads, and the other way round.
+    save_state(Path(folder) / "two", two, two_optimizer)
+    reader, reader_optimizer = sharded(alone(rank), "apply first")
+    load_state(Path(folder) / "two", reader, reader_optimizer)
+    assert_same(whole(reader.state_dict()), whole(two.state_dict()))
+    continued = mean_over_ranks(train(two, two_optimizer, range(20, 22), [rank]))
+    torch.testing.assert_close(
+        train(reader, reader_optimizer, range(20, 22), range(WORLD)), continued, rtol=1e-3, atol=0
+    )
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def test_sharded_weights_train_as_whole_ones(tmp_path):
+    together(check_sharded_training, str(tmp_path))
