@@ -81,19 +81,16 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.axis, ctx.group = axis, group
-        ranks, part = dist.get_world_size(group), x.movedim(axis, 0).contiguous()
-        whole = torch.empty((ranks * part.shape[0], *part.shape[1:]), dtype=x.dtype, device=x.device)
-        # gloo knows no booleans
-        sent, received = (t.view(torch.uint8) if t.dtype is torch.bool else t for t in (part, whole))
-        dist.all_gather_into_tensor(received, sent, group=group)
-        return whole.movedim(0, axis).contiguous()
+        part = x.contiguous()
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part, group=group)
+        return torch.cat(parts, dim=axis)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        whole = grad.movedim(ctx.axis, 0).contiguous()
-        part = whole.new_empty((whole.shape[0] // dist.get_world_size(ctx.group), *whole.shape[1:]))
-        dist.reduce_scatter_tensor(part, whole, group=ctx.group)
-        return part.movedim(0, ctx.axis), None, None
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(dist.get_world_size(ctx.group), dim=ctx.axis)[dist.get_rank(ctx.group)], None, None
 
 
 class _Exchange(torch.autograd.Function):

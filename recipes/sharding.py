@@ -69,13 +69,27 @@ def materialise(model: nn.Module, device: torch.device, fill: Callable[[str, tor
             fill(name, parameter.to_local())
 
 
-def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **extra: Any) -> None:
-    """Write model and optimizer, and ``extra`` (a state dict or tensors), to a new folder; every rank calls it."""
+def save_state(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    group: dist.ProcessGroup | None = None,
+    **extra: Any,
+) -> None:
+    """Write model and optimizer, and ``extra`` (a state dict or tensors), to a new folder; every rank of ``group``."""
     parameters, states = get_state_dict(model, optimizer)
-    dcp.save({"model": parameters, "optimizer": states, **extra}, checkpoint_id=folder)
+    dcp.save({"model": parameters, "optimizer": states, **extra}, checkpoint_id=folder, process_group=group)
 
 
-def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **extra: Any) -> dict[str, Any]:
+def load_state(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    group: dist.ProcessGroup | None = None,
+    **extra: Any,
+) -> dict[str, Any]:
     """Read what `save_state` wrote, in place, whatever number of processes wrote it; returns ``extra``, filled."""
     parameters, states = get_state_dict(model, optimizer)
     reader = dcp.FileSystemReader(folder)
@@ -84,7 +98,7 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
     stateless = [n for n in states["state"] if not any(key.startswith(f"optimizer.state.{n}.") for key in saved)]
     made_up = {name: states["state"].pop(name) for name in stateless}
     state = {"model": parameters, "optimizer": states, **extra}
-    dcp.load(state, storage_reader=reader)
+    dcp.load(state, storage_reader=reader, process_group=group)
     states["state"].update(made_up)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     named = dict(model.named_parameters())
