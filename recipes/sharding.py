@@ -4,18 +4,19 @@
 special: it has no parameters of its own, and inside a forward every weight is whole, so global scales are those of the
 full tensor. Patching before or after `shard` is the same.
 
-Inputs are not cast: rotary tables and noise levels stay in float32, and the caller gives what the model computes on in
-``compute``. The model then computes what one in that dtype would.
-
     masters float32 --all-gather--> compute dtype --forward, backward--> gradients --reduce in float32--> shards
 
-Checkpoints are `torch.distributed.checkpoint` folders (safetensors-free, but without pickled code: tensors by name and
-plain metadata), and load into any number of processes.
+Inputs are not cast: rotary tables and noise levels stay in float32, and the caller gives what the model computes on in
+the compute dtype. The model then computes what one in that dtype would.
+
+Checkpoints are `torch.distributed.checkpoint` folders that hold tensors by name and nothing else, and load into any
+number of processes. (The format's own index, ``.metadata``, is a pickle: read only folders that you trust.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,23 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 
 def shard(model: nn.Module, *, mesh: DeviceMesh | None = None, compute: torch.dtype = torch.bfloat16) -> None:
-    """Shard ``model`` in place over a one-dimensional ``mesh`` (by default every rank).
+    """Shard ``model`` in place over a one-dimensional ``mesh`` (by default every rank), with float32 masters.
 
     Args:
-        model: patched or not, on any device or meta, parameters in the master dtype.
+        model: patched or not, on any device or meta. Block by block it is converted to float32 and moved to the mesh's
+            device, so that no device ever holds all of it.
         compute: dtype of the gathered parameters.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in blocks_of(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block.float(), mesh=mesh, mp_policy=policy)
+    rest = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    for parameter in rest:
+        parameter.data = parameter.data.float()
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
@@ -77,9 +83,13 @@ def save_state(
     group: dist.ProcessGroup | None = None,
     **extra: Any,
 ) -> None:
-    """Write model and optimizer, and ``extra`` (a state dict or tensors), to a new folder; every rank of ``group``."""
+    """Write weights, optimizer state, and ``extra`` (tensors in dicts) to a new folder. All of ``group`` must call it.
+
+    Hyperparameters are the recipe's and are not written.
+    """
     parameters, states = get_state_dict(model, optimizer)
-    dcp.save({"model": parameters, "optimizer": states, **extra}, checkpoint_id=folder, process_group=group)
+    state = {"model": parameters, "optimizer": states["state"], **extra}
+    dcp.save(state, checkpoint_id=folder, process_group=group)
 
 
 def load_state(
@@ -95,16 +105,38 @@ def load_state(
     reader = dcp.FileSystemReader(folder)
     saved = reader.read_metadata().state_dict_metadata
     # A parameter that never had a gradient was saved without a state; here a fresh optimizer made one up.
-    stateless = [n for n in states["state"] if not any(key.startswith(f"optimizer.state.{n}.") for key in saved)]
+    stateless = [n for n in states["state"] if not any(key.startswith(f"optimizer.{n}.") for key in saved)]
     made_up = {name: states["state"].pop(name) for name in stateless}
-    state = {"model": parameters, "optimizer": states, **extra}
+    state = {"model": parameters, "optimizer": states["state"], **extra}
     dcp.load(state, storage_reader=reader, process_group=group)
     states["state"].update(made_up)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    named = dict(model.named_parameters())
+    set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=states)
+    named = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
     for name in stateless:
         optimizer.state.pop(named[name], None)
     return {name: state[name] for name in extra}
+
+
+@contextlib.contextmanager
+def state_on_the_cpu(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside the block the optimizer's state lies in host memory, and its own device is free for something else."""
+    moved = []
+    for parameter, state in optimizer.state.items():
+        for name in [n for n, value in state.items() if isinstance(value, torch.Tensor) and value.dim()]:
+            value = state.pop(name)
+            local = value.to_local() if isinstance(value, DTensor) else value
+            spec = (value.device_mesh, value.placements, value.shape, value.stride()) if local is not value else None
+            moved.append((parameter, name, local.to("cpu"), local.device, spec))
+            del value, local
+    try:
+        yield
+    finally:
+        for parameter, name, held, device, spec in moved:
+            local = held.to(device)
+            if spec is not None:
+                mesh, placements, shape, stride = spec
+                local = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+            optimizer.state[parameter][name] = local
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
