@@ -14,6 +14,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
 from multiprocessing import get_context
@@ -259,7 +260,14 @@ def _same(found: torch.Tensor, wanted: torch.Tensor, *what: str) -> None:
 
 
 def launch_checks() -> None:
-    """Run in the child process: every launch up to the driver, on a driver that claims an sm_90 device.
+    """Run in the child process: every launch of this module's kernels."""
+    from qatpatch.kernels import triton_nvfp4_launch as launch
+
+    check_launches(90, _launches(launch), {kernel for kernel, *_ in CASES.values()})
+
+
+def check_launches(capability: int, calls: Iterable[Callable[[], object]], kernels: set[str]) -> None:
+    """Launches up to the driver, on a driver that claims a device of ``capability``; ``kernels`` are all launched.
 
     Each call is made twice: the first time through Triton's JIT, which compiles, the second time directly. What a
     direct launch runs must be what the JIT chooses for the same arguments.
@@ -268,13 +276,11 @@ def launch_checks() -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from qatpatch.kernels import triton_nvfp4_launch as launch
-
     run, direct = JITFunction.run, []
 
     class Utils:
         def get_device_properties(self, device):
-            return {"max_shared_mem": CAPABILITIES[90]}
+            return {"max_shared_mem": CAPABILITIES[capability]}
 
         def load_binary(self, name, kernel, shared, device):
             return object(), name, 0, 0, 1024
@@ -297,7 +303,7 @@ def launch_checks() -> None:
         utils, launcher_cls = Utils(), Launch
 
         def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
+            return GPUTarget("cuda", capability, 32)
 
         def get_current_device(self):
             return -1  # of tensors on the CPU
@@ -313,7 +319,7 @@ def launch_checks() -> None:
 
     JITFunction.run = compile_only
     driver.set_active(Device())
-    for call in _launches(launch):
+    for call in calls:
         before, launched = len(jit), len(direct)
         call()
         once = len(jit) - before + len(direct) - launched
@@ -321,7 +327,7 @@ def launch_checks() -> None:
         call()
         if len(jit) != compiled or len(direct) - launched != once:
             raise SystemExit(f"the second time {jit[compiled:]} went through the JIT, {direct[launched:]} directly")
-    if set(direct) != {kernel for kernel, *_ in CASES.values()}:
+    if set(direct) != kernels:
         raise SystemExit(f"launched directly: {sorted(set(direct))}")
     print(f"all compiled: {len(jit)} by the JIT, {len(direct)} direct")
 

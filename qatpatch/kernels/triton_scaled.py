@@ -128,6 +128,7 @@ def scaled_matmul(
     bias: Tensor | None,
     *,
     out_dtype: torch.dtype,
+    tile: Tile | None = None,
 ) -> Tensor:
     """``(x weight^T) * x_scale * weight_scale + bias``, FP32 up to one rounding.
 
@@ -137,6 +138,7 @@ def scaled_matmul(
         x_scale, weight_scale: float32 (), decode direction.
         bias: (N), any floating dtype, or None.
         out_dtype: float32, bfloat16 or float16.
+        tile: default: the one for the device.
 
     Returns:
         ``(M, N)``, contiguous.
@@ -147,7 +149,7 @@ def scaled_matmul(
     out = x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
     if out.numel():
         (rows, columns), blocks = out.shape, x.shape[1] // 8
-        tile = _tile(x.device)
+        tile = tile or _tile(x.device)
         x, weight = layouts.aligned(x), layouts.aligned(weight)
         _launcher(tile, bias is not None, blocks % (tile.k // 16) == 0)(
             -(-rows // tile.m) * -(-columns // tile.n),
