@@ -23,6 +23,8 @@ import pytest
 import torch
 from test_triton_nvfp4 import CAPABILITIES, _stack_bytes, check_launches
 
+from qatpatch.errors import KernelUnavailable
+
 ROOT = Path(__file__).parents[1]
 NATIVE = (100, 103, 120, 121)
 # The PTX of Triton 3.6 and of 3.9 spell the block size differently.
@@ -83,7 +85,7 @@ def build_matmul(name: str, capability: int) -> str:
     from qatpatch.kernels import triton_scaled
 
     dtype, even, bias = MATMULS[name]
-    tile = triton_scaled.TILES[capability // 10]
+    tile, _ = triton_scaled.TARGETS[divmod(capability, 10)]
     constants = {"HAS_BIAS": bias, "EVEN_K": even, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
     constants["GROUP_M"] = triton_scaled.GROUP
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -91,12 +93,17 @@ def build_matmul(name: str, capability: int) -> str:
     kernel = triton_scaled.scaled_matmul_kernel
     built = compile_ahead(kernel, capability, dtype, constants, aligned, options)
     problems = resources(built, capability)
-    products = re.findall(r"(?:tcgen05\.mma|mma\.sync|wgmma)[\w.:]*", built.asm["ptx"])
+    ptx = built.asm["ptx"]
+    products = re.findall(r"(?:tcgen05\.mma|mma\.sync|wgmma)[\w.:]*", ptx)
     if not products or not all(re.fullmatch(INSTRUCTION[capability // 10], p) for p in products):
         problems.append(f"multiplies by {sorted(set(products))}")
-    if even and capability < 120 and "tcgen05.cp" not in built.asm["ptx"]:
+    if even and capability < 120 and "tcgen05.cp" not in ptx:
         problems.append("takes scales to tensor memory through registers")
-    if even and "cp.async" not in built.asm["ptx"]:
+    for loaded in ptx.split("cp.async.wait_group")[1:]:
+        reader = re.search(r"tcgen05\.(cp|mma)", loaded)
+        if reader and "fence.proxy.async" not in loaded[: reader.start()]:
+            problems.append("reads what it loaded without a proxy fence")
+    if even and "cp.async" not in ptx:
         problems.append("does not load ahead")
     return ", ".join(problems)
 
@@ -126,6 +133,30 @@ def builds() -> dict[tuple[str, str, int], str]:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_every_kernel_builds_without_a_gpu(builds, capability):
     assert {job: problem for job, problem in builds.items() if job[2] == capability and problem} == {}
+
+
+def test_refusals_say_what_is_missing(monkeypatch):
+    from qatpatch.kernels import triton_scaled
+
+    def tile(capability: tuple[int, int], version: tuple[int, ...]):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(triton_scaled, "_triton_version", lambda: version)
+        return triton_scaled._tile(torch.device("cuda"))
+
+    assert tile((10, 0), (3, 7, 1)) is tile((10, 3), (3, 9, 0)) and tile((12, 0), (3, 6, 0)) is tile((12, 1), (3, 8, 0))
+    for capability, version, wanted in (((10, 0), (3, 6, 0), "3.7.1"), ((12, 1), (3, 7, 1), "3.8.0")):
+        with pytest.raises(KernelUnavailable, match=f"needs Triton {wanted} or newer"):
+            tile(capability, version)
+    with pytest.raises(KernelUnavailable, match="this is sm_90"):
+        tile((9, 0), (3, 9, 0))
+
+
+def test_triton_version_is_read():
+    import triton
+
+    from qatpatch.kernels import triton_scaled
+
+    assert ".".join(map(str, triton_scaled._triton_version())) == triton.__version__.partition("+")[0]
 
 
 def _child(task: str, **environment: str) -> str:
@@ -270,8 +301,8 @@ def launches():
     from qatpatch.kernels import triton_scaled, triton_tiled
 
     one, bias = torch.ones(3), torch.randn(300).bfloat16()
-    tile = triton_scaled.TILES[10]
-    for rows, columns, out in ((1, 16, 16), (5, 100, 299), (256, 512, 256)):
+    tile, _ = triton_scaled.TARGETS[10, 0]
+    for rows, columns, out in ((1, 16, 1), (5, 100, 299), (256, 512, 256)):
         x = torch.randn(rows, columns)
         for inputs in (x, x.bfloat16(), torch.cat([x, x], 1)[:, :columns]):
             yield lambda x=inputs: triton_tiled.quantize_tiled(x, one[1])

@@ -21,7 +21,7 @@ from qatpatch.kernels import flashinfer_linear, layouts, triton_scaled, triton_t
 
 DEVICE = torch.device("cuda", 0)
 CAPABILITY = torch.cuda.get_device_capability(DEVICE)
-NATIVE = CAPABILITY in ((10, 0), (10, 3), (12, 0), (12, 1))
+NATIVE = CAPABILITY in triton_scaled.TARGETS
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 SHAPES = [(1, 16), (3, 100), (65, 24), (127, 64), (128, 64), (130, 17), (300, 208), (1000, 4096), (77, 16384)]
 
@@ -85,6 +85,8 @@ def test_triton_gemm(rows, columns, out, dtype):
         if CAPABILITY[0] != 9 or TRITON < (3, 9):
             pytest.skip(f"tl.dot_scaled runs on sm_100 to sm_121, and from Triton 3.9 on sm_90; this is {CAPABILITY}")
         options["tile"] = triton_scaled.Tile(128, 128, 128, 8, 2)
+    elif triton_scaled._triton_version() < triton_scaled.TARGETS[CAPABILITY][1]:
+        pytest.skip(f"this Triton ({triton.__version__}) is too old for {CAPABILITY}")
     check(triton_scaled.scaled_matmul, rows, columns, out, dtype, 1, **options)
 
 
