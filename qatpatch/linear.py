@@ -87,6 +87,7 @@ class LinearState:
         self.settings = settings
         self.switch = switch or Switch()
         self.group = group
+        self.shares_input = group is not None  # for compilers, to which the groups of all blocks must look alike
         self.trained_dtype: torch.dtype | None = None
         self.calibration: Callable[[torch.Tensor], None] | None = None
         self.history = CallHistory()
@@ -163,7 +164,7 @@ _APART = _Once(None, None, None)
 
 def _once(state: LinearState, source: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, kernel: str) -> _Once | None:
     """None where nothing can be: most layers, and wherever calls are not plain (`ops.is_plain`)."""
-    keeper, sharing = state.switch.weights, state.group is not None and state.settings.activations
+    keeper, sharing = state.switch.weights, state.shares_input and state.settings.activations
     if (keeper is None and not sharing) or not ops.is_plain(x, weight):
         return None
     kept = None if keeper is None else keeper.find(state, weight, state.settings.global_scale, kernel)
@@ -322,7 +323,7 @@ class QATLinear(nn.Linear):
         once = None if compiling else _once(state, source, x, weight, kernel)
         if _differentiated(x, weight, bias):
             # Only graphs with a backward are rid of repeated operators.
-            return _QATLinear.apply(*arguments, _APART if compiling and state.group else once, call)
+            return _QATLinear.apply(*arguments, _APART if compiling and state.shares_input else once, call)
         return _product(*arguments, once)[0]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QATLinear:
@@ -487,8 +488,8 @@ class NVFP4Linear(nn.Linear):
         w = run.packed_operand(packed, self.weight_scale, global_scale, self.in_features, dtype, rule, kernel)
         xq, x_scale = rows, None
         if state.settings.activations:
-            shared, key = state.switch.input, (state.group, state.settings, kernel, dtype, False)
-            share = state.group is not None and run.direct
+            share = state.shares_input and run.direct
+            shared, key = state.switch.input, (state.group, state.settings, kernel, dtype, False) if share else ()
             quantized = shared.find(state, x, key) if share else None
             if quantized is None:
                 quantized = _quantized_input(rows, state.input_scale(x), rule, kernel, run, False)
