@@ -56,7 +56,9 @@ class QATGraphAttention(nn.Module):
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         dispatch.refuse_unsupported(dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
-        scheme, kernel = state.kernel(choice, query.device, query.shape[-1])
+        if state.switch.unmasked and choice.mode in ("infer", "deployed"):
+            attn_mask = None
+        scheme, kernel = state.kernel(choice, query.device, query.shape[-1], attn_mask is not None)
         out = dispatch.run_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),

@@ -64,6 +64,7 @@ class Plan(Receipt):
         warnings: what was asked and had no effect.
         total_parameters: of the whole model.
         staged: the profile has refine-only layers.
+        mask_arguments: from the profile.
     """
 
     model_class: str
@@ -75,6 +76,7 @@ class Plan(Receipt):
     warnings: tuple[str, ...]
     total_parameters: int
     staged: bool
+    mask_arguments: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> float:
@@ -219,6 +221,7 @@ def build_plan(
         warnings=tuple(warnings),
         total_parameters=sum(p.numel() for p in model.parameters()),
         staged=any(a.settings.refine_only for a in walk.linears.values() if a.settings),
+        mask_arguments=chosen.mask_arguments,
     )
 
 

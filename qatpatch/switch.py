@@ -25,6 +25,14 @@ class AttentionChoice:
     kernel: str | None = None
 
 
+@dataclass
+class MaskCount:
+    """Model calls whose masks were looked at (`masks`), and those of them that masked something."""
+
+    calls: int = 0
+    masked: int = 0
+
+
 class Switch:
     """The open blocks of one model.
 
@@ -32,12 +40,16 @@ class Switch:
         linear: ``"dense"`` or None.
         attention: an `AttentionChoice` or None.
         stage: ``"base"``, ``"refine"`` or None.
+        unmasked: the masks of the model call that is running mask nothing; set by `masks.MaskEntry`.
+        masks: how many calls that was decided for.
     """
 
     def __init__(self) -> None:
         self.linear: str | None = None
         self.attention: AttentionChoice | None = None
         self.stage: str | None = None
+        self.unmasked = False
+        self.masks = MaskCount()
         self._open: list[tuple[object, dict[str, Any]]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Switch:

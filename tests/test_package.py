@@ -32,7 +32,7 @@ LEVELS = (
     ("straight_through",),
     ("recomputation",),
     ("switch",),
-    ("linear", "attention"),
+    ("linear", "attention", "masks"),
     ("profiles",),
     ("dispatch",),
     ("units",),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -85,6 +86,8 @@ def resolution(
     name: str | None = None,
     head_dim: int | None = None,
     shape: tuple[int, int] | None = None,
+    weight_only: bool = False,
+    out_dtype: torch.dtype | None = None,
     masked: bool = False,
     prove: Callable[[Kernel, torch.device], str | None] | None = None,
 ) -> Resolution:
@@ -98,6 +101,8 @@ def resolution(
         name: a row's name, ``"native"`` for FP4 tensor cores only, or None for the first that is usable.
         head_dim: of an attention, where it is known.
         shape: (out_features, in_features) of a linear, where it is known.
+        weight_only: the linear's input stays unquantized.
+        out_dtype: of a linear, where it is known.
         masked: the attention has a mask that must be honoured.
         prove: the reason why a native row may not be trusted on a device, None where it may; `proof.refusal` by
             default.
@@ -112,7 +117,9 @@ def resolution(
     for kernel in TABLE:
         if kernel.op != op or (name not in (None, "native") and kernel.name != name):
             continue
-        reason = _unfit_reason(kernel, stage, scheme, name, head_dim, shape, masked)
+        reason = _unasked_reason(kernel, stage, scheme, name)
+        if reason is None:
+            reason = _unfit_reason(kernel, head_dim, shape, weight_only, out_dtype, masked)
         if reason is None:
             reason = kernel.unavailable_reason(device)
         if reason is None and kernel.native:
@@ -135,38 +142,42 @@ def resolve(
     scheme: str,
     device: torch.device | str,
     name: str | None = None,
-    head_dim: int | None = None,
-    shape: tuple[int, int] | None = None,
-    masked: bool = False,
+    **limits: Any,
 ) -> Kernel:
     """`resolution`'s row."""
-    return resolution(
-        op, stage=stage, scheme=scheme, device=device, name=name, head_dim=head_dim, shape=shape, masked=masked
-    ).kernel
+    return resolution(op, stage=stage, scheme=scheme, device=device, name=name, **limits).kernel
 
 
-def _unfit_reason(
-    kernel: Kernel,
-    stage: str,
-    scheme: str,
-    name: str | None,
-    head_dim: int | None,
-    shape: tuple[int, int] | None,
-    masked: bool,
-) -> str | None:
-    """Why a row does not serve what was asked for, whatever the device; None when it does."""
+def _unasked_reason(kernel: Kernel, stage: str, scheme: str, name: str | None) -> str | None:
+    """Why a row is not what was asked for; None when it is."""
     if stage not in kernel.stages:
         return f"serves {' and '.join(kernel.stages)}, not {stage}"
     if kernel.explicit_only and name != kernel.name:
         return f"computes another scheme, {kernel.schemes[0]}: only on request, kernel={kernel.name!r}"
     if scheme not in kernel.schemes:
         return f"computes {' or '.join(kernel.schemes)}, not {scheme}"
+    if name == "native" and not kernel.native:
+        return "emulates the numbers, and kernel='native' asks for FP4 tensor cores"
+    return None
+
+
+def _unfit_reason(
+    kernel: Kernel,
+    head_dim: int | None,
+    shape: tuple[int, int] | None,
+    weight_only: bool,
+    out_dtype: torch.dtype | None,
+    masked: bool,
+) -> str | None:
+    """Why a row does not serve such operands, on any device; None when it does."""
     if head_dim is not None and kernel.head_dims and head_dim not in kernel.head_dims:
         return f"serves head dimensions {' and '.join(map(str, kernel.head_dims))}, not {head_dim}"
     if masked and not kernel.honours_masks:
         return "takes no mask"
-    if name == "native" and not kernel.native:
-        return "emulates the numbers, and kernel='native' asks for FP4 tensor cores"
+    if weight_only and not kernel.weight_only:
+        return "multiplies FP4 by FP4, and this layer's input stays unquantized"
+    if out_dtype is not None and kernel.out_dtypes and out_dtype not in kernel.out_dtypes:
+        return f"writes {' or '.join(str(d).removeprefix('torch.') for d in kernel.out_dtypes)}, not {out_dtype}"
     return None if shape is None else kernel.shape_reason(shape)
 
 
@@ -184,10 +195,13 @@ def resolved_name(
     device: str,
     head_dim: int | None = None,
     shape: tuple[int, int] | None = None,
+    weight_only: bool = False,
+    out_dtype: torch.dtype | None = None,
     masked: bool = False,
 ) -> str:
     """`resolve(...).name`, a constant to the compiler, which then never descends into the look-up."""
-    return resolve(op, stage=stage, scheme=scheme, device=device, head_dim=head_dim, shape=shape, masked=masked).name
+    limits = dict(head_dim=head_dim, shape=shape, weight_only=weight_only, out_dtype=out_dtype, masked=masked)
+    return resolve(op, stage=stage, scheme=scheme, device=device, **limits).name
 
 
 @torch.compiler.assume_constant_result

@@ -18,6 +18,7 @@ from types import ModuleType
 import torch
 
 from qatpatch.kernels.requirements import Capability, Requirement, architecture
+from qatpatch.nvfp4 import padded_length
 
 ATTENTION_SCHEMES = ("sage3", "fa4")
 # Not trained by anybody here: kernels that compute it run only where they are asked for by name.
@@ -44,7 +45,9 @@ class Kernel:
         capabilities: the CUDA capabilities that it runs on; empty for all from `minimum_capability` on.
         refusals: (capability, reason) where a capability that looks fit is not.
         requires: packages that must be installed, and how.
-        multiples: linear: what out_features and in_features must be multiples of.
+        multiples: linear: what out_features and in_features (padded to whole blocks) must be multiples of.
+        weight_only: linear: False for a kernel that needs a quantized input.
+        out_dtypes: linear: output dtypes that it serves; empty for any.
         head_dims: attention: head dimensions that it serves; empty for any.
         honours_masks: attention: False for a kernel that takes no mask.
         returns_lse: attention: False for a kernel that gives no softmax statistics.
@@ -67,6 +70,8 @@ class Kernel:
     refusals: tuple[tuple[Capability, str], ...] = ()
     requires: tuple[Requirement, ...] = ()
     multiples: tuple[int, int] = (1, 1)
+    weight_only: bool = True
+    out_dtypes: tuple[torch.dtype, ...] = ()
     head_dims: tuple[int, ...] = ()
     honours_masks: bool = True
     returns_lse: bool = True
@@ -118,9 +123,12 @@ class Kernel:
 
     def shape_reason(self, shape: tuple[int, int]) -> str | None:
         """Why a linear of ``shape`` (out_features, in_features) cannot be served; None when it can."""
-        for label, size, multiple in zip(("out_features", "in_features"), shape, self.multiples, strict=True):
+        padded = shape[0], padded_length(shape[1])
+        for label, size, given, multiple in zip(
+            ("out_features", "in_features"), padded, shape, self.multiples, strict=True
+        ):
             if size % multiple:
-                return f"needs {label} to be a multiple of {multiple}, this layer has {size}"
+                return f"needs {label} to be a multiple of {multiple}, this layer has {given}"
         return None
 
     def load(self) -> ModuleType:
@@ -160,6 +168,8 @@ TABLE: tuple[Kernel, ...] = (
             ),
         ),
         multiples=(32, 32),
+        weight_only=False,
+        out_dtypes=(torch.bfloat16, torch.float16),
         summary="flashinfer's mm_fp4 on operands quantized by our own kernels",
     ),
     Kernel(
@@ -181,6 +191,7 @@ TABLE: tuple[Kernel, ...] = (
                 install="pip install 'triton>=3.9', with a torch that takes it",
             ),
         ),
+        weight_only=False,
         summary="our own Triton GEMM on block-scaled FP4 tensor cores",
     ),
     Kernel(
