@@ -325,17 +325,12 @@ def repair_pair_kernel_pow2(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["blocks", "per_row"], do_not_specialize_on_alignment=["scale", "scales"])
-def quantize_kernel(
-    x, words, scales, scale, blocks, per_row, columns, row_stride, FLAT: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """words: int32, eight codes each, two a block; bytes: E4M3, one a block."""
-    tile = tl.program_id(0)
-    pointers, _, mask = _place(x, x, tile, blocks, per_row, columns, row_stride, FLAT, BLOCKS)
-    values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    encode = tl.minimum(tl.div_rn(1.0, tl.load(scale)), _FLT_MAX)
-    block_scale, byte = _block_scale(tl.reduce(tl.abs(values), 1, _nan_maximum), encode)
-    scaled = _scale_to_codes(values, block_scale, encode)
+@triton.jit
+def _quantize_tile(x, scale, BLOCKS: tl.constexpr):
+    """Of a tile (BLOCKS, 16) float32: words (BLOCKS, 2), eight codes each, and E4M3 scale bytes (BLOCKS), all int32."""
+    encode = tl.minimum(tl.div_rn(1.0, scale), _FLT_MAX)
+    block_scale, byte = _block_scale(tl.reduce(tl.abs(x), 1, _nan_maximum), encode)
+    scaled = _scale_to_codes(x, block_scale, encode)
     scaled = tl.where((block_scale > 0.0)[:, None], scaled, 0.0)
     magnitude = tl.minimum(tl.abs(scaled), 6.0)
     # The sum's low bits count multiples of e / 2; each power of two that e is above 1 moves the code up by two.
@@ -344,6 +339,18 @@ def quantize_kernel(
     code = code | ((_bits(scaled) >> 28) & 8)
     shift = tl.arange(0, 8)[None, None, :] * 4
     word = tl.sum(tl.reshape(code, [BLOCKS, 2, 8]) << shift, 2)
+    return word, byte
+
+
+@triton.jit(do_not_specialize=["blocks", "per_row"], do_not_specialize_on_alignment=["scale", "scales"])
+def quantize_kernel(
+    x, words, scales, scale, blocks, per_row, columns, row_stride, FLAT: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """words: int32, eight codes each, two a block; bytes: E4M3, one a block."""
+    tile = tl.program_id(0)
+    pointers, _, mask = _place(x, x, tile, blocks, per_row, columns, row_stride, FLAT, BLOCKS)
+    values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    word, byte = _quantize_tile(values, tl.load(scale), BLOCKS)
 
     start = tile.to(tl.int64) * BLOCKS
     index = tl.arange(0, BLOCKS)
