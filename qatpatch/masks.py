@@ -108,7 +108,7 @@ def may_meet_maskless(states: Iterable[Any], choices: Iterable[Any]) -> bool:
     wanted = {(choice.scheme or state.scheme, choice.kernel) for state, choice in zip(states, choices, strict=True)}
     rows = [row for row in kernels.TABLE if row.op == "attention" and not row.honours_masks]
     rows = [row for row in rows if any(_fits(row, scheme, name) for scheme, name in wanted)]
-    return any(row.unavailable_reason(device) is None for row in rows for device in _devices())
+    return any(row.unavailable_reason(device) is None for row in rows for device in kernels.present_devices())
 
 
 def install(model: nn.Module, switch: Switch, arguments: tuple[str, ...], states: list[Any]) -> None:
@@ -138,7 +138,3 @@ def _fits(row: kernels.Kernel, scheme: str, name: str | None) -> bool:
 def _is_ours(hook: Any) -> bool:
     """Recognised by marker, so also across reloads of this package."""
     return getattr(hook, "qatpatch_kind", None) in ("MaskEntry", "MaskExit")
-
-
-def _devices() -> list[torch.device]:
-    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]

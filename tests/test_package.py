@@ -43,6 +43,8 @@ LEVELS = (
     ("swap",),
     ("deployment", "checkpoint", "calibration", "coverage"),
     ("__init__",),
+    ("doctor",),
+    ("__main__",),
 )
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 

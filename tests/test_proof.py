@@ -17,7 +17,7 @@ from qatpatch.kernels.proof_cases import ATTENTION_CASES, LINEAR_CASES
 
 
 class Linear(types.ModuleType):
-    """A right native linear kernel for the CPU, with places to plant faults in. Reads tiled scales, as the real ones."""
+    """A right native linear kernel for the CPU, with places to plant faults in. Reads tiled scales, as real ones do."""
 
     def __init__(self):
         super().__init__("stand_in_linear")

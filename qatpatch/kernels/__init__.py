@@ -32,6 +32,7 @@ __all__ = [
     "honours_masks",
     "kernel_named",
     "list_kernels",
+    "present_devices",
     "resolution",
     "resolve",
     "resolved_name",
@@ -63,6 +64,11 @@ def architecture_of(device: torch.device | str) -> str:
     if device.type == "cuda" and torch.cuda.is_available():
         return architecture(torch.cuda.get_device_capability(device))
     return device.type
+
+
+def present_devices() -> tuple[torch.device, ...]:
+    """The CPU and every CUDA device of this machine."""
+    return torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
 
 
 def kernel_named(name: str) -> Kernel:
