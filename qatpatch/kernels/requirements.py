@@ -114,7 +114,7 @@ class Requirement:
             return None
         if not self.distribution and error.startswith("ModuleNotFoundError") and _names_part_of(self.module, error):
             return f"needs {self.module}, which is not installed"
-        return f"{self._found(version)} is installed but does not import: {error}"
+        return f"{self._found(version)} does not import: {error}"
 
     def _impostor(self, version: str | None) -> str | None:
         if not self.function:
@@ -122,16 +122,16 @@ class Requirement:
         found = self._found(version)
         function = getattr(sys.modules[self.module], self.function, None)
         if function is None:
-            reason = f"{found} has no {self.module}.{self.function}"
+            reason = f"{found} has no {self.function}"
         else:
             missing = [name for name in self.parameters if name not in _parameters(function)]
             if not missing:
                 return None
-            reason = f"{found} has a {self.module}.{self.function} without the parameters {', '.join(missing)}"
+            reason = f"{self.function} of {found} has no parameters {', '.join(missing)}"
         return f"{reason}: {self.impostor}" if self.impostor else reason
 
     def _found(self, version: str | None) -> str:
-        return f"{self.name} {version}" if version else f"a package with {self.module}"
+        return f"{self.name} {version}" if version else f"the installed {self.module}"
 
 
 def _is_findable(top_level: str) -> bool:
