@@ -159,7 +159,8 @@ PACKAGE_REASONS = {
         "absent": f"needs flash_attn.cute.interface, which is not installed; {FORK_SET}",
         "right for the fork": None,
         "mainline": (
-            "flash_attn_func of the installed flash_attn.cute.interface has no parameters mSFQ, mSFK: that is mainline FlashAttention-4, which has the same name and no FP4; "
+            "flash_attn_func of the installed flash_attn.cute.interface has no parameters mSFQ, mSFK: that is mainline "
+            "FlashAttention-4, which has the same name and no FP4; "
             f"{FORK_SET}"
         ),
         "wrong versions": OLD_TRITON,

@@ -120,7 +120,7 @@ class Requirement:
         if not self.function:
             return None
         found = self._found(version)
-        function = getattr(sys.modules[self.module], self.function, None)
+        function = getattr(importlib.import_module(self.module), self.function, None)
         if function is None:
             reason = f"{found} has no {self.function}"
         else:
