@@ -31,7 +31,7 @@ from torch import nn
 
 from qatpatch import kernels, nvfp4
 from qatpatch.autocast import autocast_dtype, without_autocast
-from qatpatch.kernels import ops
+from qatpatch.kernels import layouts, native_ops, ops
 from qatpatch.recomputation import Call, CallHistory, remember
 from qatpatch.switch import Switch
 
@@ -314,7 +314,8 @@ class NVFP4Linear(nn.Linear):
     Buffers, all uint8: ``weight_packed`` (N, ceil16(K)/2), element 2j in the low nibble; ``weight_scale``
     (N, ceil(K/16)), E4M3 bytes, linear; ``weight_global_scale`` (4), the bytes of one FP32 decode scale. ``bias`` (N)
     is the parameter from before; ``dense_weight`` (N, K) is there where the original was retained. ``weight`` answers
-    dtype, shape and device.
+    dtype, shape and device. ``weight_scale_tiled``, in no state dict, is there once a native kernel needed it: the
+    block scales again in 128x4 tiles, 1/16 byte an element.
     """
 
     quantization: LinearState
@@ -337,6 +338,8 @@ class NVFP4Linear(nn.Linear):
         self.register_buffer("weight_packed", packed)
         self.register_buffer("weight_scale", block_scale)
         self.register_buffer("weight_global_scale", global_scale.reshape(1).view(torch.uint8))
+        self.register_buffer("weight_scale_tiled", None, persistent=False)
+        self._tiled_from: tuple[int, int] | None = None
         self.bias = bias
         self.dense_weight = dense_weight
         self.quantization = quantization
@@ -349,7 +352,7 @@ class NVFP4Linear(nn.Linear):
         source = weight.to(state.trained_dtype or weight.dtype)
         kernel = state.kernel("deploy", weight.device)
         packed, block_scale, global_scale = ops.quantize(source, None, state.settings.global_scale, kernel)
-        return cls(
+        layer = cls(
             packed=packed,
             block_scale=block_scale,
             global_scale=global_scale,
@@ -359,6 +362,9 @@ class NVFP4Linear(nn.Linear):
             dtype=weight.dtype,
             quantization=state,
         )
+        if kernels.kernel_named(kernel).native:
+            layer.tiled_scale()
+        return layer
 
     @property
     def weight(self) -> torch.Tensor:
@@ -407,6 +413,13 @@ class NVFP4Linear(nn.Linear):
         rows = rows if x.dim() == 2 else rows.reshape(-1, self.in_features)
         global_scale = self.weight_global_scale.view(torch.float32).reshape(())
         rule = state.settings.global_scale
+        if kernels.kernel_named(kernel).native:
+            run = native_ops.calls(x, packed)
+            xq = run.quantize_activation(rows, state.input_scale(x), rule, kernel)
+            w = packed, self.tiled_scale(), global_scale
+            bias = None if bias is None else _as(bias.detach(), dtype)
+            y = run.scaled_matmul(*xq, *w, bias, autocast or host_dtype, kernel)
+            return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         w = run.packed_operand(packed, self.weight_scale, global_scale, self.in_features, dtype, rule, kernel)
         xq, x_scale = rows, None
         if state.settings.activations:
@@ -414,6 +427,18 @@ class NVFP4Linear(nn.Linear):
         bias = None if bias is None else _as(bias.detach(), dtype)
         y = run.matmul(xq, x_scale, w, global_scale, bias, autocast or host_dtype, rule, kernel)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
+
+    def tiled_scale(self) -> torch.Tensor:
+        """The block scales as native kernels read them (`layouts.tile_scales`): kept until those are others."""
+        scale, tiled = self.weight_scale, self.weight_scale_tiled
+        if torch.compiler.is_compiling():
+            return layouts.tile_scales(scale) if tiled is None else tiled
+        source = scale.data_ptr(), 0 if scale.is_inference() else scale._version
+        if tiled is None or self._tiled_from != source:
+            tiled = layouts.tile_scales(scale)
+            if type(tiled) is torch.Tensor:  # no fake tensor of somebody's estimate
+                self.weight_scale_tiled, self._tiled_from = tiled, source
+        return tiled
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> NVFP4Linear:
         probe = fn(torch.empty(0, dtype=self.compute_dtype, device=self.weight_packed.device))
@@ -438,6 +463,7 @@ class NVFP4Linear(nn.Linear):
         error_msgs: list[str],
     ) -> None:
         """Load all of a packed layer or nothing, also with strict=False: never a new bias beside an old weight."""
+        self.weight_scale_tiled = None
         own = {prefix + name for name, _ in (*self.named_parameters(), *self.named_buffers())}
         given = {key for key in state_dict if key.startswith(prefix)}
         if given and given != own:

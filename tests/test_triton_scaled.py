@@ -28,7 +28,8 @@ NATIVE = (100, 103, 120, 121)
 # The PTX of Triton 3.6 and of 3.9 spell the block size differently.
 INSTRUCTION = {
     10: r"tcgen05\.mma\.cta_group::1\.kind::mxf4nvf4\.block_scale\.(block16|scale_vec::4X)",
-    12: r"mma\.sync\.aligned\.m16n8k64\.row\.col\.kind::mxf4nvf4\.block_scale\.scale_vec::4X\.f32\.e2m1\.e2m1\.f32\.ue4m3",
+    12: r"mma\.sync\.aligned\.m16n8k64\.row\.col\.kind::mxf4nvf4\.block_scale\.scale_vec::4X"
+    r"\.f32\.e2m1\.e2m1\.f32\.ue4m3",
 }
 POINTERS = {
     "words": "*i32", "scales": "*u8", "scale": "*fp32", "a": "*u8", "b": "*u8", "a_scales": "*u8", "b_scales": "*u8",
@@ -151,8 +152,8 @@ def test_matmul_reads_and_writes_the_right_places():
 # What follows runs in the child process.
 
 RAGGED = [
-    (1, 16), (1, 8), (2, 40), (3, 100), (7, 64), (16, 48), (31, 80), (33, 16), (63, 128), (65, 24), (96, 144), (127, 64),
-    (128, 64), (129, 64), (130, 17), (160, 96), (200, 1), (255, 32), (256, 80), (300, 208),
+    (1, 16), (1, 8), (2, 40), (3, 100), (7, 64), (16, 48), (31, 80), (33, 16), (63, 128), (65, 24),
+    (96, 144), (127, 64), (128, 64), (129, 64), (130, 17), (160, 96), (200, 1), (255, 32), (256, 80), (300, 208),
 ]  # fmt: skip
 
 

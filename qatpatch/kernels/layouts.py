@@ -149,8 +149,8 @@ def gemm_alpha(x_scale: Tensor, weight_scale: Tensor) -> Tensor:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor at an address that is a multiple of 16, as wide loads need it: itself, or a copy of a slice of a file's
-    buffer.
+    """The tensor at an address that is a multiple of 16, as wide loads need it: itself, or a copy where a slice of some
+    larger buffer lies elsewhere.
     """
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
