@@ -180,7 +180,7 @@ def _receipt(
     for name, paths in record.linears.items():
         module = layer_at(model, paths[0])
         device = module.weight_packed.device
-        rows[name] = kernels.kernel_named(module.quantization.kernel("deploy", device))
+        rows[name] = kernels.kernel_named(module.kernel(device))
         passed_over.add(module, rows[name], "deploy", "nvfp4", device)
     for name, paths in record.attentions.items():
         module = layer_at(model, paths[0])

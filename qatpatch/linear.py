@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from qatpatch import kernels, nvfp4
 from qatpatch.autocast import autocast_dtype, without_autocast
 from qatpatch.kernels import layouts, native_ops, ops
 from qatpatch.recomputation import Call, CallHistory, remember
+from qatpatch.reuse import Kept
 from qatpatch.switch import Switch
 
 INPUT_SCALES = ("dynamic", "unit", "static")
@@ -67,17 +68,19 @@ class LinearState:
     Attributes:
         settings: `LinearSettings`.
         switch: the model's open blocks.
+        group: what the layers that are called with the same input have in common (`reuse.input_group`), or None.
         trained_dtype: compute dtype of the last forward that counts as training (or, before one, under autocast).
         calibration: largest input magnitudes seen, float32 (); None outside `calibrate`.
     """
 
-    def __init__(self, settings: LinearSettings, switch: Switch | None = None) -> None:
+    def __init__(self, settings: LinearSettings, switch: Switch | None = None, group: str | None = None) -> None:
         self.settings = settings
         self.switch = switch or Switch()
+        self.group = group
         self.trained_dtype: torch.dtype | None = None
         self.calibration: Callable[[torch.Tensor], None] | None = None
         self.history = CallHistory()
-        self._kernels: dict[tuple[str, str, int | None], str] = {}
+        self._kernels: dict[tuple[Any, ...], str] = {}
 
     @property
     def mode(self) -> str:
@@ -86,12 +89,24 @@ class LinearState:
         dense = switch.linear == "dense" or (switch.stage == "base" and self.settings.refine_only)
         return "dense" if dense else "quantized"
 
-    def kernel(self, stage: str, device: torch.device) -> str:
-        """The kernel for tensors on ``device``, resolved on first use there."""
-        key = (stage, device.type, device.index)
+    def kernel(
+        self,
+        stage: str,
+        device: torch.device,
+        shape: tuple[int, int] | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> str:
+        """The kernel for tensors on ``device``, resolved on first use there.
+
+        Native ones serve only some shapes (out_features, in_features) and output dtypes, and no unquantized input.
+        """
+        key = (stage, device.type, device.index, shape, out_dtype)
         name = self._kernels.get(key)
         if name is None:
-            name = self._kernels[key] = kernels.resolved_name("linear", stage, "nvfp4", str(device))
+            weight_only = not self.settings.activations
+            name = self._kernels[key] = kernels.resolved_name(
+                "linear", stage, "nvfp4", str(device), shape=shape, weight_only=weight_only, out_dtype=out_dtype
+            )
         return name
 
     def compute_dtype(self, autocast: torch.dtype | None, weight_dtype: torch.dtype, *, training: bool) -> torch.dtype:
@@ -133,6 +148,37 @@ def _differentiated(*tensors: torch.Tensor | None) -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
+class _Once(NamedTuple):
+    """What one call may take from earlier ones."""
+
+    weight: Kept | None  # the quantized weight, inside a scope that keeps it
+    state: LinearState | None  # of a layer that shares its input
+    source: torch.Tensor | None  # that input, before any cast
+
+
+# Input and weight by two operators, so that a compiler sees which inputs are equal.
+_APART = _Once(None, None, None)
+
+
+def _once(state: LinearState, source: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, kernel: str) -> _Once | None:
+    """None where nothing can be: most layers, and wherever calls are not plain (`ops.is_plain`)."""
+    keeper, sharing = state.switch.weights, state.group is not None and state.settings.activations
+    if (keeper is None and not sharing) or not ops.is_plain(x, weight):
+        return None
+    kept = None if keeper is None else keeper.find(state, weight, state.settings.global_scale, kernel)
+    return _Once(kept, state if sharing and state.calibration is None else None, source)
+
+
+def _quantized_input(
+    rows: torch.Tensor, input_scale: torch.Tensor | None, rule: str, kernel: str, run: ops.Calls, pack: bool
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]:
+    """Operand and scale of x (M, K), and x packed where ``pack`` says so."""
+    if not pack:
+        return *run.operand(rows, input_scale, rule, kernel), None
+    packed = run.quantize(rows, input_scale, rule, kernel)
+    return run.packed_operand(*packed, rows.shape[-1], rows.dtype, rule, kernel), packed[2], packed
+
+
 def _product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -141,20 +187,29 @@ def _product(
     settings: LinearSettings,
     kernel: str,
     out_dtype: torch.dtype,
+    once: _Once | None = None,
     *,
     pack: bool = False,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]:
     """Output (..., N) of x (..., K), weight (N, K) and bias (N) in the compute dtype; and x packed, where asked for."""
-    run, rule, packed = ops.calls(x, weight), settings.global_scale, None
+    run, rule = ops.calls(x, weight), settings.global_scale
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if settings.activations and not pack:
+    kept, sharer = (None, None) if once is None else (once.weight, once.state)
+    quantized = key = None
+    if sharer is not None:
+        key = sharer.group, settings, kernel, x.dtype, pack
+        quantized = sharer.switch.input.find(sharer, once.source, key)
+    missing = settings.activations and quantized is None
+    if missing and kept is None and not pack and once is not _APART:
         xq, x_scale, w, w_scale = run.operands(rows, weight, input_scale, rule, kernel)
+        quantized = xq, x_scale, None
     else:
-        w, w_scale = run.operand(weight, None, rule, kernel)
-        xq, x_scale = rows, None
-        if settings.activations:
-            packed = run.quantize(rows, input_scale, rule, kernel)
-            xq, x_scale = run.packed_operand(*packed, rows.shape[-1], rows.dtype, rule, kernel), packed[2]
+        w, w_scale = run.operand(weight, None, rule, kernel) if kept is None else kept.operand(weight)
+        if missing:
+            quantized = _quantized_input(rows, input_scale, rule, kernel, run, pack)
+    if sharer is not None and missing:
+        sharer.switch.input.keep(sharer, once.source, key, quantized)
+    xq, x_scale, packed = quantized or (rows, None, None)
     y = run.matmul(xq, x_scale, w, w_scale, bias, out_dtype, rule, kernel)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0]), packed
 
@@ -172,11 +227,12 @@ class _QATLinear(torch.autograd.Function):
         settings: LinearSettings,
         kernel: str,
         out_dtype: torch.dtype,
+        once: _Once | None,
         call: Call | None,
     ) -> torch.Tensor:
         x_wants, weight_wants = ctx.needs_input_grad[:2]
         pack = weight_wants and settings.backward == "quantized"
-        y, packed = _product(x, weight, bias, input_scale, settings, kernel, out_dtype, pack=pack)
+        y, packed = _product(x, weight, bias, input_scale, settings, kernel, out_dtype, once, pack=pack)
         ctx.settings, ctx.kernel, ctx.columns, ctx.dtype = settings, kernel, x.shape[-1], x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.call = call
@@ -209,7 +265,7 @@ class _QATLinear(torch.autograd.Function):
                 dw = rows.t() @ x.reshape(-1, ctx.columns)
             if ctx.bias_dtype is not None and bias_wants:
                 db = _as(rows.sum(0), ctx.bias_dtype)
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None
 
 
 def _dense(operand: torch.Tensor, scale: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -245,21 +301,26 @@ class QATLinear(nn.Linear):
         autocast, weight_dtype = autocast_dtype(device), weight.dtype
         dtype = state.compute_dtype(autocast, weight_dtype, training=self.training)
         _check_dtypes(x.dtype, weight_dtype, autocast)
-        x, weight, bias = _as(x, dtype), _as(weight, dtype), None if bias is None else _as(bias, dtype)
+        source, x, weight = x, _as(x, dtype), _as(weight, dtype)
+        bias = None if bias is None else _as(bias, dtype)
         if state.calibration is not None and not torch.compiler.is_compiling():
             state.calibration(nvfp4.finite_amax(x))
+        kernel = state.kernel("train", device)
         arguments = (
             x,
             weight,
             bias,
             state.input_scale(x),
             state.settings,
-            state.kernel("train", device),
+            kernel,
             autocast or weight_dtype,
         )
+        compiling = torch.compiler.is_compiling()
+        once = None if compiling else _once(state, source, x, weight, kernel)
         if _differentiated(x, weight, bias):
-            return _QATLinear.apply(*arguments, call)
-        return _product(*arguments)[0]
+            # Only graphs with a backward are rid of repeated operators.
+            return _QATLinear.apply(*arguments, _APART if compiling and state.group else once, call)
+        return _product(*arguments, once)[0]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QATLinear:
         if self.weight.requires_grad and not self.weight.is_meta:
@@ -350,7 +411,7 @@ class NVFP4Linear(nn.Linear):
         """Pack ``linear``; ``retain`` keeps its dense weight as ``dense_weight`` (the same Parameter)."""
         state, weight = linear.quantization, linear.weight.detach()
         source = weight.to(state.trained_dtype or weight.dtype)
-        kernel = state.kernel("deploy", weight.device)
+        kernel = state.kernel("deploy", weight.device, tuple(weight.shape), weight.dtype)
         packed, block_scale, global_scale = ops.quantize(source, None, state.settings.global_scale, kernel)
         layer = cls(
             packed=packed,
@@ -408,7 +469,8 @@ class NVFP4Linear(nn.Linear):
         autocast, packed, bias = autocast_dtype(device), self.weight_packed, self.bias
         _check_dtypes(x.dtype, host_dtype, autocast)
         dtype = autocast or state.trained_dtype or host_dtype
-        kernel, run = state.kernel("deploy", device), ops.calls(x, packed)
+        out_dtype = autocast or host_dtype
+        kernel, run = self.kernel(device, out_dtype), ops.calls(x, packed)
         rows = _as(x, dtype)
         rows = rows if x.dim() == 2 else rows.reshape(-1, self.in_features)
         global_scale = self.weight_global_scale.view(torch.float32).reshape(())
@@ -418,15 +480,27 @@ class NVFP4Linear(nn.Linear):
             xq = run.quantize_activation(rows, state.input_scale(x), rule, kernel)
             w = packed, self.tiled_scale(), global_scale
             bias = None if bias is None else _as(bias.detach(), dtype)
-            y = run.scaled_matmul(*xq, *w, bias, autocast or host_dtype, kernel)
+            y = run.scaled_matmul(*xq, *w, bias, out_dtype, kernel)
             return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         w = run.packed_operand(packed, self.weight_scale, global_scale, self.in_features, dtype, rule, kernel)
         xq, x_scale = rows, None
         if state.settings.activations:
-            xq, x_scale = run.operand(rows, state.input_scale(x), rule, kernel)
+            shared, key = state.switch.input, (state.group, state.settings, kernel, dtype, False)
+            share = state.group is not None and run.direct
+            quantized = shared.find(state, x, key) if share else None
+            if quantized is None:
+                quantized = _quantized_input(rows, state.input_scale(x), rule, kernel, run, False)
+                if share:
+                    shared.keep(state, x, key, quantized)
+            xq, x_scale, _ = quantized
         bias = None if bias is None else _as(bias.detach(), dtype)
-        y = run.matmul(xq, x_scale, w, global_scale, bias, autocast or host_dtype, rule, kernel)
+        y = run.matmul(xq, x_scale, w, global_scale, bias, out_dtype, rule, kernel)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
+
+    def kernel(self, device: torch.device, out_dtype: torch.dtype | None = None) -> str:
+        """The kernel that computes on ``device`` with ``out_dtype`` (default: outside autocast)."""
+        shape = (self.out_features, self.in_features)
+        return self.quantization.kernel("deploy", device, shape, out_dtype or self.compute_dtype)
 
     def tiled_scale(self) -> torch.Tensor:
         """The block scales as native kernels read them (`layouts.tile_scales`): kept until those are others."""

@@ -29,6 +29,7 @@ from qatpatch.linear import LinearState, NVFP4Linear, QATLinear
 from qatpatch.plan import RECORD, Action, Plan, build_plan, patched_modules
 from qatpatch.profiles import Profile
 from qatpatch.receipts import LayerReceipt, PatchReport, Refusal, refusals
+from qatpatch.reuse import input_group
 from qatpatch.switch import Switch
 from qatpatch.units import is_graph, is_hooked, layer_at, replace_layer, unwrap
 
@@ -227,6 +228,8 @@ class PassedOver:
         if row.op == "linear":
             shape = (module.out_features, module.in_features)
             limits = {"shape": shape, "weight_only": not state.settings.activations}
+            if isinstance(module, NVFP4Linear):
+                limits["out_dtype"] = module.compute_dtype
         else:
             limits = {"head_dim": state.head_dim}
         key = row, stage, scheme, device, *limits.values()
@@ -330,7 +333,7 @@ def _commit(model: nn.Module, action: Action, switch: Switch) -> None:
     if action.kind == "attention":
         dispatch.attach(module, action.scheme, switch)
         return
-    module.quantization = LinearState(action.settings, switch)
+    module.quantization = LinearState(action.settings, switch, input_group(action.paths[0]))
     module.__class__ = QATLinear
 
 
@@ -383,7 +386,7 @@ def _layer_receipt(kind: str, module: nn.Module | None, device: torch.device) ->
     try:
         if kind == "linear":
             mode, scheme = state.mode, "nvfp4"
-            row = kernels.kernel_named(state.kernel("deploy" if deployed else "train", device))
+            row = kernels.kernel_named(module.kernel(device) if deployed else state.kernel("train", device))
             simulated = True
         else:
             choice = state.choice

@@ -2,10 +2,9 @@
 
 Every patched layer of a model refers to the same switch, so that a swap is one assignment and cannot be half done.
 There
-are three axes: ``linear``, ``attention`` and ``stage``. Each takes the value of the innermost block still open that
-sets it, and
-None (the original state) when there is none; blocks may close in any order. Copies and pickles start with no block
-open.
+are four axes: ``linear``, ``attention``, ``stage`` and ``weights``. Each takes the value of the innermost block still
+open that sets it, and None (the original state) when there is none; blocks may close in any order. Copies and pickles
+start with no block open.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-AXES = ("linear", "attention", "stage")
+from qatpatch.reuse import KeptWeights, SharedInput
+
+AXES = ("linear", "attention", "stage", "weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,8 @@ class Switch:
         stage: ``"base"``, ``"refine"`` or None.
         unmasked: the masks of the model call that is running mask nothing; set by `masks.MaskEntry`.
         masks: how many calls that was decided for.
+        weights: the scope's `KeptWeights` or None.
+        input: the quantized input that projections of one attention share.
     """
 
     def __init__(self) -> None:
@@ -50,6 +53,8 @@ class Switch:
         self.stage: str | None = None
         self.unmasked = False
         self.masks = MaskCount()
+        self.weights: KeptWeights | None = None
+        self.input = SharedInput()
         self._open: list[tuple[object, dict[str, Any]]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Switch:

@@ -435,6 +435,16 @@ def test_what_a_linear_asks_of_a_kernel(limits, reason, tmp_path, monkeypatch):
     assert (found.kernel.name == "triton_linear") == ("weight_only" in limits)
 
 
+@pytest.mark.parametrize("row", ["flashinfer", "triton_nvfp4"])
+def test_rows_ask_of_a_shape_what_their_modules_do(row):
+    kernel = kernel_named(row)
+    module = kernel.load()
+    for out_features in (1, 8, 24, 32, 48, 4096):
+        for in_features in (8, 16, 24, 32, 48, 60, 4096):
+            theirs = module.alignment_reason(in_features, out_features)
+            assert (kernel.shape_reason((out_features, in_features)) is None) == (theirs is None)
+
+
 def test_head_dimensions_and_masks(tmp_path, monkeypatch):
     installed("right for the fork", tmp_path, monkeypatch)
     cards(monkeypatch, "sm_120")

@@ -14,6 +14,7 @@ from qatpatch.kernels import triton_nvfp4_launch as launch
 from qatpatch.kernels.triton_nvfp4_kernels import AMAX, POW2
 
 _ROW = "triton_linear"
+_WORTH_KEEPING = 1 << 20  # elements
 _RULES = {"pow2": POW2.value, "amax": AMAX.value}
 
 
@@ -38,6 +39,32 @@ def operands(
     if x_scale is None and row.folded(rule, x.dtype):
         return launch.operand_pair_pow2(x, weight, row.operand_dtype(x.dtype))
     return *operand(x, global_scale=x_scale, rule=rule), *operand(weight, global_scale=None, rule=rule)
+
+
+class KeptOperand:
+    """The operand of a weight (N, K), and fingerprints of the weight that it was made of. See `qatpatch.reuse`."""
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
+        self._buffers = launch.kept_buffers(weight, dtype)
+        self.nbytes = sum(t.numel() * t.element_size() for t in self._buffers)
+
+    def operand(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`operand` of ``weight``; only tiles that changed are quantized and written."""
+        if not launch.is_keepable(weight):  # it became a view of something else
+            return launch.operand_pow2(weight, self._buffers.operand.dtype)
+        return launch.kept_operand_pow2(weight, self._buffers)
+
+
+def keep(weight: torch.Tensor, rule: str) -> KeptOperand | None:
+    """The operand of ``weight`` (N, K) for as long as it does not change; None where that would save nothing.
+
+    That is where the operand does not hold its global scale, and for small weights, whose quantization takes no longer
+    than its launches.
+    """
+    row = kernel_named(_ROW)
+    if not row.folded(rule, weight.dtype) or weight.numel() < _WORTH_KEEPING or not launch.is_keepable(weight):
+        return None
+    return KeptOperand(weight, row.operand_dtype(weight.dtype))
 
 
 def packed_operand(
