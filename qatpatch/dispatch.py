@@ -57,6 +57,10 @@ class AttentionState:
         self.history = CallHistory()
         self._kernels: dict[tuple[Any, ...], str] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What was resolved holds for this process: a file may be read where other kernels run.
+        return {**vars(self), "_kernels": {}}
+
     @property
     def choice(self) -> AttentionChoice:
         """What the attention runs now."""

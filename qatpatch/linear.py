@@ -82,6 +82,10 @@ class LinearState:
         self.history = CallHistory()
         self._kernels: dict[tuple[Any, ...], str] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What was resolved holds for this process: a file may be read where other kernels run.
+        return {**vars(self), "_kernels": {}}
+
     @property
     def mode(self) -> str:
         """``"quantized"``, or ``"dense"`` where an open block says so."""

@@ -30,6 +30,7 @@ def sageattn_blackwell(
     q, k, v, attn_mask=None, is_causal=False, per_block_mean=True, single_level_p_quant=True, sm_scale=None, **kwargs
 ):
     """(B, H, S, D), contiguous. Works in the caller's K, as SageAttention3 does. Pads to tiles of 128, cuts again."""
+    assert not torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
     assert not kwargs and attn_mask is None and not is_causal and single_level_p_quant and sm_scale is not None
     assert all(x.is_contiguous() and x.dtype in (torch.bfloat16, torch.float16) for x in (q, k, v))
     q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))
@@ -54,6 +55,7 @@ def decoded(packed, scales):
 
 def flash_attn_func(q, k, v, softmax_scale=None, causal=False, mSFQ=None, mSFK=None, mSFV=None):
     """BSHD: FP4 q and k in storage of whole tiles, bfloat16 v and output."""
+    assert not torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
     for x, scales in ((q, mSFQ), (k, mSFK)):
         batch, length, heads, half = x.shape
         tiles = -(-length // 128)
@@ -81,6 +83,7 @@ def nvfp4_attention_sm120_fwd(
     q_fp4, k_fp4, v_fp4_t, q_scale, k_scale, v_scale_t, qk_correction,
     sm_scale=None, causal=False, per_block_mean=True, out_dtype=torch.bfloat16, unpadded_k_len=None,
 ):  # fmt: skip
+    assert not torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
     assert not causal and per_block_mean and 0 < unpadded_k_len <= k_fp4.shape[2]
     scores = (q_fp4 @ k_fp4.mT + qk_correction.repeat_interleave(128, 2)) * sm_scale
     scores[..., unpadded_k_len:] = -torch.inf
@@ -139,6 +142,14 @@ def test_a_call_reaches_the_kernel_as_its_contract_says(row, shape, dtype):
     assert all(torch.equal(x, before) for x, before in zip((q, k, v), given, strict=True))
     again = attention.quantized_attention(*map(awkward, given), scheme=ROWS[row], scale=0.11, kernel=row)
     assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_autocast_does_not_reach_the_kernel(row):
+    q, k, v = operands(SHAPES[0], torch.float32)
+    wanted = attention.quantized_attention(q, k, v, scheme=ROWS[row], kernel=row)
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(attention.quantized_attention(q, k, v, scheme=ROWS[row], kernel=row), wanted)
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import random
 import re
 import sys
@@ -10,10 +11,12 @@ import types
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from qatpatch import KernelUnavailable, attention, kernels, nvfp4
 from qatpatch.kernels import Kernel, kernel_named, layouts, proof, reference_attention, reference_nvfp4, resolution
 from qatpatch.kernels.proof_cases import ATTENTION_CASES, LINEAR_CASES
+from qatpatch.linear import LinearSettings, LinearState, NVFP4Linear, QATLinear
 
 
 class Linear(types.ModuleType):
@@ -364,6 +367,35 @@ def test_a_proof_disturbs_nothing(monkeypatch):
         assert proof.examine(row, "cpu").reason is None
         assert torch.empty(1).is_meta
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_proof_runs_on_real_tensors_where_the_model_runs_on_fake_ones(monkeypatch):
+    row = bind(monkeypatch, Linear())
+    with FakeTensorMode():
+        assert resolved(row).kernel is row
+        assert isinstance(torch.empty(1), FakeTensor)
+    row = bind(monkeypatch, AlphaIgnored())
+    with FakeTensorMode():
+        assert "times its bound" in resolved(row).refused[row.name]
+
+
+def test_what_was_resolved_stays_in_the_process(monkeypatch):
+    """A model saved where a native kernel ran may be loaded where there is none."""
+    layer = torch.nn.Linear(64, 64)
+    layer.quantization, layer.__class__ = LinearState(LinearSettings()), QATLinear
+    layer = NVFP4Linear.from_linear(layer, retain=False)
+    x = torch.randn(3, 64)
+    row = bind(monkeypatch, Linear())
+    layer.quantization._kernels.clear()
+    layer(x)
+    assert row.name in layer.quantization._kernels.values()
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    monkeypatch.setattr(kernels, "TABLE", kernels.TABLE[1:])
+    other = torch.load(file, weights_only=False)
+    other(x)
+    assert set(other.quantization._kernels.values()) == {"reference_linear"}
 
 
 def test_each_device_and_version_is_proven_anew(monkeypatch):

@@ -84,7 +84,7 @@ def _fa4_attention(
 
     # In this order: the FP4 type cannot be sliced.
     q, k = (x[:, :length].view(torch.float4_e2m1fn_x2) for x, length in ((q, queries), (k, v.shape[1])))
-    with native.on(v.device):
+    with native.launching(v.device):
         out = flash_attn_func(
             q,
             k,

@@ -38,7 +38,7 @@ def forward(
 def _fastvideo_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     from attn_qat_infer import sageattn_blackwell
 
-    with native.on(q.device):
+    with native.launching(q.device):
         operands = (native.heads_first(x) for x in (q, k, v))
         out = sageattn_blackwell(*operands, is_causal=False, single_level_p_quant=True, sm_scale=scale)
     return native.heads_last(out, q)

@@ -40,7 +40,7 @@ def forward(
 def _flashinfer_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     from flashinfer import nvfp4_attention_sm120_fwd, nvfp4_attention_sm120_quantize_qkv
 
-    with native.on(q.device):
+    with native.launching(q.device):
         operands = nvfp4_attention_sm120_quantize_qkv(*(native.heads_first(x) for x in (q, k, v)), per_block_mean=True)
         out = nvfp4_attention_sm120_fwd(
             *operands,

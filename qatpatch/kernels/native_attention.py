@@ -13,8 +13,11 @@ published contracts, and with their sources. None of these kernels has run here:
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
+
+from qatpatch.autocast import without_autocast
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -59,6 +62,9 @@ def result(out: torch.Tensor) -> Result:
     return out, None, nothing, nothing.clone()
 
 
-def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Foreign kernels launch on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+@contextlib.contextmanager
+def launching(device: torch.device) -> Iterator[None]:
+    """Around a foreign call: it launches on the current device, and autocast would lower the products inside it."""
+    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with torch.no_grad(), without_autocast(device), current:
+        yield

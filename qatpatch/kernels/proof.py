@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from qatpatch import nvfp4
 from qatpatch.kernels import SMOOTHED_SCHEME, Kernel, kernel_named, reference_attention
@@ -258,7 +258,9 @@ def _litter(device: torch.device, byte: int) -> None:
 
 @contextlib.contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """No gradients, autocast or default device of the caller's; the right current device; one CPU thread.
+    """No gradients, autocast, default device or dispatch mode of the caller's; its device current; one CPU thread.
+
+    The first look-up may come while a compiler or an estimate runs the model on fake tensors.
 
     The reference works on tiny tensors: where cores are busy, waiting for a second thread takes 25 times as long.
     """
@@ -267,7 +269,8 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.inference_mode(False), torch.no_grad(), autocast, torch.device("cpu"), current:
-            yield
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            with autocast, torch.device("cpu"), current:
+                yield
     finally:
         torch.set_num_threads(threads)
