@@ -22,6 +22,7 @@ without gradients, and with them one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -60,6 +61,14 @@ class LinearSettings:
     global_scale: str = "pow2"
     backward: str = "high_precision"
     refine_only: bool = False
+
+    def __post_init__(self) -> None:
+        scale = self.static_scale
+        if scale is not None and self.global_scale == "pow2" and math.frexp(scale)[0] != 0.5:
+            raise ValueError(
+                f"static_scale={scale} is no power of two, as global_scale='pow2' promises; use global_scale='amax', "
+                "which takes any scale"
+            )
 
 
 class LinearState:

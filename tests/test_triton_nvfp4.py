@@ -145,7 +145,7 @@ def test_newton_step_gives_the_rounded_reciprocal_of_every_block_scale():
 
 
 def _child(task: str, **environment: str) -> str:
-    search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    search_path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, __file__, task],
         env={**os.environ, "PYTHONPATH": search_path, **environment},
@@ -307,63 +307,13 @@ def launch_checks() -> None:
     Each call is made twice: the first time through Triton's JIT, which compiles, the second time directly. What a
     direct launch runs must be what the JIT chooses for the same arguments.
     """
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
+    import fake_driver
 
     from qatpatch.kernels import triton_nvfp4_launch as launch
 
-    run, direct = JITFunction.run, []
-
-    class Utils:
-        def get_device_properties(self, device):
-            return {"max_shared_mem": CAPABILITIES[90]}
-
-        def load_binary(self, name, kernel, shared, device):
-            return object(), name, 0, 0, 1024
-
-        def unload_module(self, module):
-            pass
-
-    class Launch:
-        def __init__(self, source, metadata):
-            self.kernel, self.metadata = source.fn, metadata
-
-        def __call__(self, x, y, z, stream, function, packed_metadata, launch_metadata, enter, leave, *args):
-            options = {name: getattr(self.metadata, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
-            chosen = run(self.kernel, *args, grid=(x, y, z), warmup=True, **options)
-            if chosen.metadata.hash != self.metadata.hash or (y, z) != (1, 1) or stream != 77:
-                raise SystemExit(f"{self.kernel.fn.__name__}: the direct launch runs another kernel for {args}")
-            direct.append(self.kernel.fn.__name__)
-
-    class Device:
-        utils, launcher_cls = Utils(), Launch
-
-        def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self):
-            return -1  # of tensors on the CPU
-
-        def get_current_stream(self, device=None):
-            return 77
-
-    jit = []
-
-    def compile_only(self, *args, grid, warmup, **options):
-        jit.append(self.fn.__name__)
-        return run(self, *args, grid=grid, warmup=True, **options)
-
-    JITFunction.run = compile_only
-    driver.set_active(Device())
+    jit, direct = fake_driver.install(CAPABILITIES[90])
     for call in _launches(launch):
-        before, launched = len(jit), len(direct)
-        call()
-        once = len(jit) - before + len(direct) - launched
-        compiled, launched = len(jit), len(direct)
-        call()
-        if len(jit) != compiled or len(direct) - launched != once:
-            raise SystemExit(f"the second time {jit[compiled:]} went through the JIT, {direct[launched:]} directly")
+        fake_driver.twice(call, jit, direct)
     if set(direct) != {kernel for kernel, *_ in CASES.values()}:
         raise SystemExit(f"launched directly: {sorted(set(direct))}")
     print(f"all compiled: {len(jit)} by the JIT, {len(direct)} direct")

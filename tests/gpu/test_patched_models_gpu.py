@@ -82,7 +82,10 @@ def test_a_block_is_captured_in_a_cuda_graph(patched, state):
     if state == "deployed":
         qatpatch.deploy(model)
     model.train(state == "train")
-    context = qatpatch.infer_attention(model) if state == "infer" else contextlib.nullcontext()
+
+    def context():
+        return qatpatch.infer_attention(model) if state == "infer" else contextlib.nullcontext()
+
     block = model.transformer_blocks[0] if hasattr(model, "transformer_blocks") else model.blocks[0]
     arguments = {}
 
@@ -90,7 +93,7 @@ def test_a_block_is_captured_in_a_cuda_graph(patched, state):
         arguments.update(args=args, kwargs=kwargs)
 
     handle = block.register_forward_pre_hook(remember, with_kwargs=True)
-    with context, torch.no_grad():
+    with context(), torch.no_grad():
         model(**data)
     handle.remove()
     args = [a.clone() if torch.is_tensor(a) else a for a in arguments["args"]]
@@ -107,7 +110,7 @@ def test_a_block_is_captured_in_a_cuda_graph(patched, state):
         out = out[0] if isinstance(out, tuple) else out
         return [out.detach(), *torch.autograd.grad(out.float().square().mean(), weights, allow_unused=True)]
 
-    with context if state == "infer" else contextlib.nullcontext():
+    with context():
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(3):
@@ -213,22 +216,25 @@ def test_kept_weights_of_a_validation_block():
 @pytest.mark.parametrize("rule", ["pow2", "amax", "foreign"])
 def test_one_rounding(dtype, rule):
     """RMS error against float64 of the quantized operands within 1.05 of rounding that once to the output dtype."""
-    settings = {"global_scale": rule} if rule != "foreign" else {"input_scale": "static", "static_scale": 0.00137}
+    settings = {"global_scale": "pow2" if rule == "pow2" else "amax"}
+    if rule == "foreign":
+        settings |= {"input_scale": "static", "static_scale": 0.00137}
     linear = layer(dtype=dtype, **settings)
     x = torch.randn(300, 2048, device="cuda").to(dtype)
-    scales = [nvfp4.choose_global_scale(t, "amax" if rule == "amax" else "pow2") for t in (x, linear.weight.detach())]
+    host = [t.detach().cpu() for t in (x, linear.weight)]
+    scales = [nvfp4.choose_global_scale(t, settings["global_scale"]) for t in host]
     if rule == "foreign":
-        scales[0] = torch.tensor(0.00137, device="cuda")
+        scales[0] = torch.tensor(0.00137)
     left, right = (
-        nvfp4.dequantize(nvfp4.quantize(t.detach(), global_scale=s), dtype=torch.float64)
-        for t, s in zip((x, linear.weight), scales, strict=True)
+        nvfp4.dequantize(nvfp4.quantize(t, global_scale=s), dtype=torch.float64).cuda()
+        for t, s in zip(host, scales, strict=True)
     )
-    exact = left @ right.T + linear.bias.double()
+    exact = left @ right.T + linear.bias.detach().double()
     with torch.no_grad():
         found = linear(x)
     error = (found.double() - exact).square().mean().sqrt()
-    if dtype is FP32:
-        assert error <= 1e-6 * exact.square().mean().sqrt()
+    if dtype is FP32:  # only the order of sums is left
+        assert error <= 3e-6 * exact.square().mean().sqrt()
     else:
         assert error <= 1.05 * (exact.to(dtype).double() - exact).square().mean().sqrt()
     packed = NVFP4Linear.from_linear(linear, retain=False)
