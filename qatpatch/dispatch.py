@@ -205,10 +205,12 @@ def _registered(mode: str, scheme: str, kernel: str | None, unmasked: bool) -> A
             refuse_unsupported(
                 dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa, context_parallel=parallel
             )
-            mask, name = None if unmasked else attn_mask, kernel
+            name, masked = kernel, attn_mask is not None and not unmasked
             if running is not None:
-                name = running.state.kernel(running.choice, query.device, query.shape[-1], mask is not None)[1]
-            out = run_attention(query, key, value, mask, scale, mode=mode, scheme=scheme, kernel=name)
+                name = running.state.kernel(running.choice, query.device, query.shape[-1], masked)[1]
+            out = run_attention(
+                query, key, value, attn_mask, scale, mode=mode, scheme=scheme, kernel=name, unmasked=unmasked
+            )
         return out if running is None else remember(out, running.call)
 
     _AttentionBackendRegistry.register(entry)(backend)
@@ -225,18 +227,22 @@ def run_attention(
     mode: str,
     scheme: str,
     kernel: str | None,
+    unmasked: bool = False,
 ) -> torch.Tensor:
     """Quantized attention, BSHD in and out, in autocast's dtype where autocast is on (as SDPA does).
 
     Mode ``"train"`` is differentiable, ``"infer"`` refuses to lose gradients, and ``"deployed"`` is ``"infer"``
     except that adapters on packed layers may train: where gradients are needed it runs the train kernel of the same
-    scheme. ``kernel=None`` is the first usable one, and with a mask so is a kernel that takes none.
+    scheme. ``kernel=None`` is the first usable one, and with a mask so is a kernel that takes none. ``unmasked`` says
+    that ``attn_mask`` masks nothing: it is left out, except where gradients are needed.
     """
     dtype = autocast_dtype(query.device)
     if dtype is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if mode == "deployed" and torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
         mode, kernel = "train", None
+    elif unmasked:
+        attn_mask = None
     if attn_mask is not None and kernel is not None and not kernels.honours_masks(kernel):
         kernel = None
     function = qat_attention if mode == "train" else quantized_attention

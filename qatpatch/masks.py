@@ -12,7 +12,8 @@ model's arguments that the profile names, in one host synchronisation:
 
 A mask of zeros counts as masking: the same zeros mean "nothing" in an additive mask and "everything" in a boolean one.
 A profile names every argument that its model's attention masks are made of. Without such names, and where nothing can
-be read (in a compiled model, while a CUDA graph is captured), masks are honoured.
+be read (in a compiled model, on fake tensors, while a CUDA graph is captured), masks are honoured. So they are where
+gradients are wanted: a recomputation comes after the call, when nothing is known of it any more.
 
 The hooks cost nothing to layers: blocks compiled on their own read a flag of the switch. Deliberately not here: what a
 mask means to a kernel (`kernels.reference_attention`), which kernel honours it (`kernels.resolution`).
@@ -52,9 +53,7 @@ class MaskEntry:
             return
         self.switch.unmasked = False
         masks = self._masks(model, args, kwargs)
-        if not masks or masks[0].is_meta or not self._matters(masks[0].device):
-            return
-        if masks[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        if not masks or not all(map(_readable, masks)) or not self._matters(masks[0].device):
             return
         self.switch.unmasked = mask_nothing(masks)
         self.switch.masks.calls += 1
@@ -89,6 +88,15 @@ class MaskExit:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.compiler.is_compiling():
             self.switch.unmasked = False
+
+
+def _readable(mask: torch.Tensor) -> bool:
+    """Whether the host may look at the values: a plain tensor with memory, no transform and no capture under way."""
+    if type(mask) not in (torch.Tensor, nn.Parameter) or mask.is_meta:
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return False
+    return not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def mask_nothing(masks: Iterable[torch.Tensor]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import sys
 import types
@@ -10,6 +11,7 @@ import types
 import pytest
 import torch
 from models import ltx2_inputs, run, tiny_ltx2
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qatpatch
@@ -184,6 +186,33 @@ def test_deployed_models_decide_too_and_lose_the_hooks_with_the_patch(ltx2, mask
     assert hooks(model) == 2
     qatpatch.remove(model)
     assert not hooks(model)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_on_a_deployed_model_train_with_the_mask(ltx2, maskless, checkpointing):
+    """A recomputation comes when the call is over: it must meet the mask that its forward met."""
+    model, data = ltx2
+    qatpatch.deploy(model)
+    model.train()
+    grads = []
+    for name in (None, "reference_attention"):
+        for module in (block.attn2 for block in model.transformer_blocks):
+            state = module.processor.quantization
+            state.deployed = dataclasses.replace(state.deployed, kernel=name)
+        if checkpointing:
+            model.enable_gradient_checkpointing()
+        x = data["hidden_states"].clone().requires_grad_()
+        model(**{**data, "hidden_states": x})[0].square().sum().backward()
+        grads.append(x.grad)
+    assert maskless.calls == 0 and torch.equal(*grads) and grads[0].any()
+
+
+def test_nothing_is_read_from_fake_tensors(ltx2, maskless):
+    model, data = ltx2
+    with qatpatch.infer_attention(model) as receipt, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in data.items()}
+        assert run(model, fake).shape == data["hidden_states"].shape
+    assert receipt.masks.calls == 0
 
 
 def test_copies_and_files_decide_for_themselves(ltx2, maskless, tmp_path):

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from qatpatch import KernelUnavailable, kernels
-from qatpatch.kernels import kernel_named, requirements, resolution
+from qatpatch.kernels import kernel_named, proof, requirements, resolution
+from qatpatch.swap import bind_infer
 
 FLASHINFER = """
 def mm_fp4(a, b, a_descale, b_descale, alpha=None, out_dtype=None, out=None, block_size=16, use_8x4_sf_layout=False,
@@ -217,12 +218,18 @@ DEVICE_REASONS = {
         "sm_103": "runs on sm_120 and sm_121, not on sm_103",
     },
 }
-# Triton 3.6 does not compile the block-scaled product for sm_121.
+# Triton 3.6 leaves a fence out on sm_100, and does not compile the block-scaled product for sm_121.
+RACE = (
+    "needs triton >=3.7.1 on {}, found 3.6.0 (older ones leave out a fence before the tensor cores read, a race); "
+    "pip install 'triton>=3.7.1', with a torch that takes it"
+)
 EXCEPTIONS = {
+    ("triton_nvfp4", "mainline", "sm_100"): RACE.format("sm_100"),
+    ("triton_nvfp4", "mainline", "sm_103"): RACE.format("sm_103"),
     ("triton_nvfp4", "mainline", "sm_121"): (
-        "needs triton >=3.9 on sm_121, found 3.6.0 (older ones do not compile the block-scaled product there); "
-        "pip install 'triton>=3.9', with a torch that takes it"
-    )
+        "needs triton >=3.8 on sm_121, found 3.6.0 (older ones do not compile the block-scaled product there); "
+        "pip install 'triton>=3.8', with a torch that takes it"
+    ),
 }
 
 # What is chosen: linears, then attention trained for sage3, then for fa4. Every native kernel passes its proof here.
@@ -401,6 +408,18 @@ def test_smoothing_is_bound_only_where_it_is_asked_for(tmp_path, monkeypatch):
         resolution("attention", name="flashinfer_attention", **{**asked, "scheme": "sage3"})
 
 
+def test_a_deployed_model_with_smoothed_attention_finds_that_kernel_again(tmp_path, monkeypatch):
+    installed("mainline", tmp_path, monkeypatch)
+    with pytest.raises(KernelUnavailable, match="flashinfer_attention: runs on cuda, not on cpu"):
+        bind_infer("sage3_smoothed", torch.device("cpu"), None)
+    cards(monkeypatch, "sm_120")
+    monkeypatch.setattr(proof, "refusal", trusted)
+    for scheme, name in (("sage3_smoothed", None), ("sage3", "flashinfer_attention")):
+        choice, found = bind_infer(scheme, torch.device("cuda:0"), name, 128)
+        assert (choice.scheme, choice.kernel) == ("sage3_smoothed", "flashinfer_attention")
+        assert found.kernel.name == "flashinfer_attention"
+
+
 def test_a_kernel_that_fails_its_proof_is_passed_over_with_what_was_measured(tmp_path, monkeypatch):
     installed("right for the fork", tmp_path, monkeypatch)
     cards(monkeypatch, "sm_100")
@@ -421,7 +440,7 @@ def test_a_kernel_that_fails_its_proof_is_passed_over_with_what_was_measured(tmp
         ({"shape": (4096, 40)}, "needs in_features to be a multiple of 32, this layer has 40"),
         ({"shape": (4096, 24)}, None),  # padded to 32
         ({"weight_only": True}, "multiplies FP4 by FP4, and this layer's input stays unquantized"),
-        ({"out_dtype": torch.float32}, "writes bfloat16 or float16, not torch.float32"),
+        ({"out_dtype": torch.float32}, "writes bfloat16 or float16, not float32"),
         ({"out_dtype": torch.bfloat16}, None),
     ],
     ids=str,

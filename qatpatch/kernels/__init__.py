@@ -183,7 +183,8 @@ def _unfit_reason(
     if weight_only and not kernel.weight_only:
         return "multiplies FP4 by FP4, and this layer's input stays unquantized"
     if out_dtype is not None and kernel.out_dtypes and out_dtype not in kernel.out_dtypes:
-        return f"writes {' or '.join(str(d).removeprefix('torch.') for d in kernel.out_dtypes)}, not {out_dtype}"
+        *names, asked = (str(dtype).removeprefix("torch.") for dtype in (*kernel.out_dtypes, out_dtype))
+        return f"writes {' or '.join(names)}, not {asked}"
     return None if shape is None else kernel.shape_reason(shape)
 
 
