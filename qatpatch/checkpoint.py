@@ -132,6 +132,7 @@ def load(
         raise CheckpointError(f"{file}: {damaged} is not what was saved (its checksum differs); the file was changed")
     _move_rest(skeleton, device, description.get("computed_buffers", {}), dtype)
     _compare_config(file.parent / CONFIG_NAME, description)
+    record.switch.context = dispatch.SharedSequence(skeleton)
     vars(skeleton)[RECORD] = record
     logger.info("load: %d packed linears from %s", len(record.linears), file)
     return skeleton.eval()
@@ -216,7 +217,11 @@ def _writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta:
         raise CheckpointError(f"{name} is on the meta device and holds no numbers to save")
     if type(tensor).__name__ == "DTensor":
-        raise CheckpointError(f"{name} is sharded; gather the full state first")
+        raise CheckpointError(
+            f"{name} is sharded, and a file holds whole tensors: gather them with torch.distributed.checkpoint."
+            "state_dict.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)), "
+            "load them into an unsharded deployed model, and save that"
+        )
     return tensor.detach().cpu().contiguous()
 
 

@@ -127,7 +127,11 @@ def _check(model: nn.Module, layers: dict[str, nn.Module]) -> None:
         elif layer.weight.is_meta:
             problems.append(f"{name} has a meta weight, which holds no numbers to pack; load the weights first")
         elif type(layer.weight).__name__ == "DTensor":
-            problems.append(f"{name} is sharded; gather the full weights first")
+            problems.append(
+                f"{name} is sharded; gather the weights (torch.distributed.checkpoint.state_dict.get_model_state_dict "
+                "with full_state_dict=True), load them into an unsharded model in the dtype that trained "
+                "(mixed precision's param_dtype), and apply and deploy there"
+            )
         elif is_hooked(layer):
             problems.append(
                 f"{name} has a hook (offload, layerwise casting) that replaced its forward; take it off first"

@@ -9,7 +9,10 @@ runs outside ours (`dense`), and never takes the quantized attention out.
 
 ``__call__`` keeps its signature (LTX-2 filters arguments by it). Masks are honoured by the kernels or refused; what a
 QAT attention
-cannot do (causal, dropout, grouped heads, context parallelism) is refused too: diffusers itself would drop it.
+cannot do (causal, dropout, grouped heads, ring attention) is refused too: diffusers itself would drop it.
+
+Under diffusers' context parallelism (Ulysses) a call exchanges tokens for heads, computes its heads over the whole
+sequence as one process would, and exchanges back.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import functools
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +30,7 @@ from torch import nn
 from qatpatch import kernels
 from qatpatch.attention import qat_attention, quantized_attention
 from qatpatch.autocast import autocast_dtype
+from qatpatch.parallel import gather_mask, gather_sequence, scatter_sequence
 from qatpatch.recomputation import Call, CallHistory, remember
 from qatpatch.switch import AttentionChoice, Switch
 
@@ -158,8 +163,12 @@ def attach(module: nn.Module, scheme: str, switch: Switch) -> None:
 
 
 def detach(module: nn.Module) -> None:
-    """Put the original processor object back."""
-    module.processor = module.processor.quantization.original
+    """Put the original processor object back, with the parallelism that was enabled meanwhile."""
+    patched = module.processor
+    original = patched.quantization.original
+    if getattr(patched, "_parallel_config", None) is not getattr(original, "_parallel_config", None):
+        original._parallel_config = patched._parallel_config
+    module.processor = original
 
 
 @torch.compiler.assume_constant_result
@@ -201,20 +210,68 @@ def _registered(mode: str, scheme: str, kernel: str | None, unmasked: bool) -> A
             dense = running.state.dense_backend
             out = dispatch_attention_fn(*arguments, backend=dense, parallel_config=_parallel_config)
         else:
-            parallel = _parallel_config is not None
-            refuse_unsupported(
-                dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa, context_parallel=parallel
-            )
-            name, masked = kernel, attn_mask is not None and not unmasked
+            refuse_unsupported(dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
+            group, name = _ulysses_group(_parallel_config), kernel
+            # What a rank saw of the masks may not be all: with a shared sequence they are honoured.
+            dropped = unmasked and group is None
             if running is not None:
+                masked = attn_mask is not None and not dropped
                 name = running.state.kernel(running.choice, query.device, query.shape[-1], masked)[1]
-            out = run_attention(
-                query, key, value, attn_mask, scale, mode=mode, scheme=scheme, kernel=name, unmasked=unmasked
-            )
+            run = functools.partial(run_attention, mode=mode, scheme=scheme, kernel=name, unmasked=dropped)
+            if group is None:
+                out = run(query, key, value, attn_mask, scale)
+            else:
+                if attn_mask is not None:
+                    attn_mask = gather_mask(attn_mask, query.shape[1], key.shape[1], query.shape[2], group)
+                operands = (gather_sequence(x, group) for x in (query, key, value))
+                out = scatter_sequence(run(*operands, attn_mask, scale), group)
         return out if running is None else remember(out, running.call)
 
-    _AttentionBackendRegistry.register(entry)(backend)
+    _AttentionBackendRegistry.register(entry, supports_context_parallel=True)(backend)
     return entry
+
+
+def _ulysses_group(parallel_config: Any) -> Any:
+    """The ranks that share a sequence by Ulysses; None where nobody does.
+
+    Raises:
+        NotImplementedError: for every other context parallelism.
+    """
+    config = getattr(parallel_config, "context_parallel_config", None)
+    if config is None:
+        return None
+    if config.ring_degree > 1:
+        raise NotImplementedError(
+            f"the model runs ring attention (ring_degree={config.ring_degree}), where every rank sees the keys in "
+            "another order and in parts; NVFP4 attention quantizes along the keys and would compute other numbers than "
+            "one process: use ContextParallelConfig(ulysses_degree=...)"
+        )
+    if config.ulysses_anything:
+        raise NotImplementedError(
+            "NVFP4 attention exchanges equal parts, and ulysses_anything=True allows unequal ones; pad the sequence to "
+            "a multiple of ulysses_degree and leave ulysses_anything out"
+        )
+    return config._ulysses_mesh.get_group()
+
+
+class SharedSequence:
+    """Who shares the tokens of a model's forward, as its context parallelism says at the time of the call.
+
+    Refers to the model weakly. A deep copy refers to the model's copy; pickling drops it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self) -> Any:
+        """The process group, or None where every rank has whole sequences."""
+        config = getattr(self._model(), "_parallel_config", None)
+        config = getattr(config, "context_parallel_config", None)
+        return None if config is None else config._flattened_mesh.get_group()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedSequence | None:
+        copied = memo.get(id(self._model()))
+        return None if copied is None else SharedSequence(copied)
 
 
 def run_attention(
@@ -268,6 +325,11 @@ def _patched_class(base: type) -> type:
         if torch.compiler.is_compiling():
             return base.__call__(self, attn, *args, **kwargs)
         state = self.quantization
+        if state.switch.context is None and _ulysses_group(getattr(self, "_parallel_config", None)) is not None:
+            raise RuntimeError(
+                "context parallelism was enabled on a patched model that came out of a pickle, or on a part of one, "
+                "whose linears cannot know it; qatpatch.remove the patch, apply it again, then enable_parallelism"
+            )
         choice, this_call = state.history.enter(state.choice, training=attn.training)
         token = _RUNNING.set(_Running(state, choice, this_call))
         try:

@@ -33,6 +33,7 @@ from torch import nn
 from qatpatch import kernels, nvfp4
 from qatpatch.autocast import autocast_dtype, without_autocast
 from qatpatch.kernels import layouts, native_ops, ops
+from qatpatch.parallel import shared_global_scale
 from qatpatch.recomputation import Call, CallHistory, remember
 from qatpatch.reuse import Kept
 from qatpatch.switch import Switch
@@ -137,7 +138,10 @@ class LinearState:
     def input_scale(self, x: torch.Tensor) -> torch.Tensor | None:
         """The fixed global scale of the input, or None where it follows the rule on each call."""
         if self.settings.input_scale == "dynamic" or self.calibration is not None:
-            return None
+            group = None if self.switch.context is None else self.switch.context()
+            if group is None or not self.settings.activations:
+                return None
+            return shared_global_scale(x, self.settings.global_scale, group)
         if self.settings.input_scale == "unit":
             return torch.ones((), dtype=torch.float32, device=x.device)
         if self.settings.static_scale is None:
@@ -284,8 +288,10 @@ class _QATLinear(torch.autograd.Function):
 def _dense(operand: torch.Tensor, scale: torch.Tensor, ctx: Any) -> torch.Tensor:
     """The dequantized values of a GEMM operand, in the compute dtype."""
     if kernels.kernel_named(ctx.kernel).folded(ctx.settings.global_scale, ctx.dtype):
-        return operand
-    return (operand * scale).to(ctx.dtype)
+        return _as(operand, ctx.dtype)
+    # A scale () does not widen a 16-bit operand by itself.
+    wide = _as(operand, torch.float32) if ctx.dtype is torch.float32 else operand
+    return (wide * scale).to(ctx.dtype)
 
 
 class QATLinear(nn.Linear):

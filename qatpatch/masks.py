@@ -13,7 +13,8 @@ model's arguments that the profile names, in one host synchronisation:
 A mask of zeros counts as masking: the same zeros mean "nothing" in an additive mask and "everything" in a boolean one.
 A profile names every argument that its model's attention masks are made of. Without such names, and where nothing can
 be read (in a compiled model, on fake tensors, while a CUDA graph is captured), masks are honoured. So they are where
-gradients are wanted: a recomputation comes after the call, when nothing is known of it any more.
+gradients are wanted: a recomputation comes after the call, when nothing is known of it any more; and where ranks share
+a sequence, since each may hold a part of the mask.
 
 The hooks cost nothing to layers: blocks compiled on their own read a flag of the switch. Deliberately not here: what a
 mask means to a kernel (`kernels.reference_attention`), which kernel honours it (`kernels.resolution`).

@@ -106,6 +106,7 @@ def apply(
         strict=strict,
     )
     record = _record(plan)
+    record.switch.context = dispatch.SharedSequence(model)
     done: list[Action] = []
     try:
         if is_graph(model):

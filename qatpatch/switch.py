@@ -5,10 +5,14 @@ There
 are four axes: ``linear``, ``attention``, ``stage`` and ``weights``. Each takes the value of the innermost block still
 open that sets it, and None (the original state) when there is none; blocks may close in any order. Copies and pickles
 start with no block open.
+
+The switch also says who shares the model's sequences (``context``), which every layer must know too.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +49,8 @@ class Switch:
         masks: how many calls that was decided for.
         weights: the scope's `KeptWeights` or None.
         input: the quantized input that projections of one attention share.
+        context: gives the process group whose ranks each hold a shard of the model's tokens, None where nobody does;
+            itself None where the layers are no part of a whole patched model.
     """
 
     def __init__(self) -> None:
@@ -55,11 +61,13 @@ class Switch:
         self.masks = MaskCount()
         self.weights: KeptWeights | None = None
         self.input = SharedInput()
+        self.context: Callable[[], Any] | None = None
         self._open: list[tuple[object, dict[str, Any]]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
-        memo[id(self)] = copy = Switch()
-        return copy
+        memo[id(self)] = copied = Switch()
+        copied.context = copy.deepcopy(self.context, memo)
+        return copied
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return Switch, ()

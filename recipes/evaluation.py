@@ -68,12 +68,20 @@ def averaged(ema: EMAModel | None, parameters: list[torch.nn.Parameter]) -> Iter
     if ema is None:
         yield
         return
-    ema.store(parameters)
-    ema.copy_to(parameters)
+    exchange(ema.shadow_params, parameters)
     try:
         yield
     finally:
-        ema.restore(parameters)
+        exchange(ema.shadow_params, parameters)
+
+
+@torch.no_grad()
+def exchange(averages: list[torch.Tensor], parameters: list[torch.nn.Parameter]) -> None:
+    """Swap two lists of tensors in place, one tensor at a time: nothing is held twice."""
+    for average, parameter in zip(averages, parameters, strict=True):
+        kept = parameter.clone()
+        parameter.copy_(average)
+        average.copy_(kept)
 
 
 def judge(run: Run, gate: Gate, final: Scores) -> tuple[float | None, list[str]]:

@@ -48,13 +48,21 @@ class Settings:
     @classmethod
     def of(cls, recipe: Recipe) -> Settings:
         tiny = recipe.model.kind == "tiny"
+        dtype = torch.float32 if tiny else getattr(torch, recipe.model.dtype)
+        if recipe.parallel.sharding == "fsdp2":  # no autocast there: inputs come in the compute dtype
+            dtype = compute_dtype(recipe)
         return cls(
             flow=recipe.flow,
-            dtype=torch.float32 if tiny else getattr(torch, recipe.model.dtype),
+            dtype=dtype,
             frames=recipe.data.frames,
             audio_tokens=recipe.model.audio_tokens if tiny else None,
             use_cross_timestep=False if tiny else recipe.model.use_cross_timestep,
         )
+
+
+def compute_dtype(recipe: Recipe) -> torch.dtype:
+    """What a sharded model computes in; its masters are float32."""
+    return torch.bfloat16 if recipe.train.mixed_precision == "bf16" else torch.float32
 
 
 def shift_of(flow: Flow, tokens: int) -> float:

@@ -22,17 +22,22 @@ def build_transformer(recipe: Recipe) -> torch.nn.Module:
     Raises:
         RecipeError: the configuration does not fit the data, or the folder is no LTX-2.
     """
-    from diffusers import LTX2VideoTransformer3DModel
-
     if recipe.model.kind == "tiny":
         torch.manual_seed(recipe.seed)
-        model = LTX2VideoTransformer3DModel(**recipe.model.config)
+        model = transformer_class(recipe)(**recipe.model.config)
     else:
         dtype = getattr(torch, recipe.model.dtype)
-        model = _load(LTX2VideoTransformer3DModel, recipe.model, "transformer", dtype=dtype)
+        model = _load(transformer_class(recipe), recipe.model, "transformer", dtype=dtype)
     if recipe.train.gradient_checkpointing:
         model.enable_gradient_checkpointing()
     return model.train().requires_grad_(True)
+
+
+def transformer_class(recipe: Recipe) -> type[torch.nn.Module]:
+    """diffusers' class of the transformer."""
+    from diffusers import LTX2VideoTransformer3DModel
+
+    return LTX2VideoTransformer3DModel
 
 
 def build_codec(recipe: Recipe, device: torch.device) -> Codec:

@@ -124,7 +124,11 @@ class Data(Section):
 
 
 class Quantization(Section):
-    """Arguments of `qatpatch.apply`, and the kernel that validation runs (`qatpatch.infer_attention`)."""
+    """Arguments of `qatpatch.apply`, the kernel that validation runs (`qatpatch.infer_attention`), and when it starts.
+
+    Attributes:
+        start_step: the first step that trains quantized; those before it train the same model dense.
+    """
 
     profile: str = "auto"
     linear: bool = True
@@ -137,6 +141,7 @@ class Quantization(Section):
     global_scale: Literal["pow2", "amax"] = "pow2"
     backward: Literal["high_precision", "quantized"] = "high_precision"
     infer_kernel: str | None = None
+    start_step: Annotated[int, Field(ge=1)] = 1
 
     @model_validator(mode="after")
     def _known_names(self) -> Quantization:
@@ -154,7 +159,7 @@ class Quantization(Section):
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for `qatpatch.apply`."""
-        return self.model_dump(exclude={"infer_kernel"})
+        return self.model_dump(exclude={"infer_kernel", "start_step"})
 
 
 class Flow(Section):
@@ -183,6 +188,7 @@ class Train(Section):
         schedule: after a linear warm-up the learning rate stays, or follows a half cosine down to ``final_rate`` times
             its value.
         ema_decay: of the averaged weights that are validated and deployed; 0 for none.
+        optimizer: AdamW with float32 moments, or with 8-bit ones: torchao's (anywhere) or bitsandbytes' (one GPU).
     """
 
     steps: Annotated[int, Field(ge=1)]
@@ -196,10 +202,30 @@ class Train(Section):
     final_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.98
+    optimizer: Literal["adamw", "adamw8bit", "bitsandbytes8bit"] = "adamw"
     gradient_checkpointing: bool = False
     mixed_precision: Literal["no", "bf16"] = "no"
     device: Literal["auto", "cpu"] = "auto"
     threads: Annotated[int, Field(ge=1)] | None = None
+
+
+class Parallel(Section):
+    """How several processes (``torchrun``, ``accelerate launch``) share the work. With one, nothing is shared.
+
+    Attributes:
+        sharding: ``none`` keeps whole weights in every process; ``fsdp2`` shards weights, gradients and optimizer
+            state, with float32 masters and ``train.mixed_precision`` as compute dtype.
+        context: processes that share one sequence (Ulysses), by tokens; needs ``fsdp2``.
+    """
+
+    sharding: Literal["none", "fsdp2"] = "none"
+    context: Annotated[int, Field(ge=1)] = 1
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Parallel:
+        if self.context > 1 and self.sharding != "fsdp2":
+            raise ValueError("context above 1 needs sharding: fsdp2, which sums what the processes of a sequence add")
+        return self
 
 
 class Validation(Section):
@@ -210,12 +236,14 @@ class Validation(Section):
         sampler_steps: Euler steps.
         seed: of the noise.
         clips: how many clips, from the first.
+        offload_optimizer: move the optimizer's state to the CPU while sampling.
     """
 
     every: Annotated[int, Field(ge=0)] = 100
     sampler_steps: Annotated[int, Field(ge=1)] = 8
     seed: int = 1
     clips: Annotated[int, Field(ge=1)] = 1
+    offload_optimizer: bool = False
 
 
 class Checkpoint(Section):
@@ -256,6 +284,7 @@ class Recipe(Section):
     quantization: Quantization = Quantization()
     flow: Flow
     train: Train
+    parallel: Parallel = Parallel()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     gate: Gate | None = None
@@ -270,6 +299,11 @@ class Recipe(Section):
                     raise ValueError(
                         f"data.{side} {getattr(self.data, side)} is not a multiple of data.patch {self.data.patch}"
                     )
+        if self.train.optimizer == "bitsandbytes8bit" and self.parallel.sharding == "fsdp2":
+            raise ValueError(
+                "train.optimizer bitsandbytes8bit quantizes whole tensors on one GPU and does not know shards, whose "
+                "state it would mix up; use adamw8bit with parallel.sharding fsdp2"
+            )
         if not self.data.clips and self.data.manifest is None:
             raise ValueError("data names no video: add data.clips or data.manifest")
         return self

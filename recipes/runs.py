@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from diffusers.training_utils import EMAModel
 from flow import Batch, Settings
 from latents import Codec
 from recipe import Recipe, RecipeError
+from sharding import load_state, save_state
 from tqdm import tqdm
 
 # What a fresh run replaces in a folder that an earlier run left.
@@ -37,6 +40,8 @@ class Run:
         output: the run's folder.
         cached: cache file of every clip.
         truth: ground truth of the validation clips: batch of one, frames in [0, 1], frames a second.
+        replica, replicas: which share of a step's batch this process has, and how many shares there are. Processes of
+            one context share a replica.
     """
 
     recipe: Recipe
@@ -47,23 +52,17 @@ class Run:
     codec: Codec
     cached: list[Path]
     truth: list[tuple[Batch, torch.Tensor, float]]
+    replica: int = 0
+    replicas: int = 1
+
+    @property
+    def sharded(self) -> bool:
+        return self.recipe.parallel.sharding == "fsdp2"
 
     def say(self, topic: str, text: str) -> None:
         if self.accelerator.is_main_process:
             tqdm.write(f"{topic:<10}{text}", file=sys.stdout)
             sys.stdout.flush()
-
-
-class Progress:
-    """The step of a checkpoint, in the form that accelerate stores."""
-
-    step = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step = state["step"]
 
 
 def claim_folder(output: Path, recipe: Recipe, *, resume: Path | None, overwrite: bool) -> None:
@@ -91,10 +90,10 @@ def claim_folder(output: Path, recipe: Recipe, *, resume: Path | None, overwrite
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-    marker.write_text(recipe.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    write_text(marker, recipe.model_dump_json(indent=2) + "\n")
 
 
-def find_checkpoint(path: Path, recipe: Recipe, dense: bool) -> Path:
+def find_checkpoint(path: Path, recipe: Recipe, dense: bool, replicas: int = 1) -> Path:
     """The checkpoint that ``--resume path`` means: the folder itself, or the last one of a run's folder.
 
     Raises:
@@ -109,7 +108,7 @@ def find_checkpoint(path: Path, recipe: Recipe, dense: bool) -> Path:
             )
         found = kept[-1]
     old = json.loads((found / "recipe.json").read_text(encoding="utf-8"))
-    new = json.loads(json.dumps(essence(recipe, dense)))
+    new = json.loads(json.dumps(essence(recipe, dense, replicas)))
     changed = sorted(_differences(old, new))
     if changed:
         raise RecipeError(
@@ -126,22 +125,63 @@ def _differences(old: Any, new: Any, where: str = "") -> list[str]:
     return [] if old == new else [f"{where} ({old!r} there, {new!r} here)"]
 
 
-def save_checkpoint(run: Run, step: int) -> None:
+def save_checkpoint(
+    run: Run, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ema: EMAModel | None
+) -> None:
     """The full training state; the folder gets its name when it is complete, and old ones go."""
     folder = run.output / "checkpoints"
     partial, final = folder / "partial", folder / f"step_{step:06d}"
     if run.accelerator.is_main_process:
         for old in (partial, final):
-            shutil.rmtree(old, ignore_errors=True)
+            _discard(old)
     run.accelerator.wait_for_everyone()
-    run.accelerator.save_state(str(partial))
+    save_state(partial, model, optimizer, **_beside_the_model(model, ema, step))
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
-        (partial / "recipe.json").write_text(json.dumps(essence(run.recipe, run.dense), indent=2), encoding="utf-8")
+        record = essence(run.recipe, run.dense, run.replicas)
+        (partial / "recipe.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
         partial.rename(final)
         for old in checkpoints(run.output)[: -run.recipe.checkpoint.keep]:
-            shutil.rmtree(old)
+            _discard(old)
     run.accelerator.wait_for_everyone()
+
+
+def load_checkpoint(
+    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ema: EMAModel | None
+) -> int:
+    """Bring a model, its optimizer and averages to where `save_checkpoint` was; returns the step."""
+    found = load_state(folder, model, optimizer, **_beside_the_model(model, ema, 0))
+    if ema is not None:
+        for shadow, saved in zip(ema.shadow_params, found["ema"].values(), strict=True):
+            shadow.copy_(saved)
+        ema.optimization_step = int(found["progress"]["averaged"])
+    return int(found["progress"]["step"])
+
+
+def _beside_the_model(model: torch.nn.Module, ema: EMAModel | None, step: int) -> dict[str, dict[str, torch.Tensor]]:
+    """What a checkpoint holds but weights and optimizer state."""
+    progress = {"step": torch.tensor(step)}
+    if ema is None:
+        return {"progress": progress}
+    progress["averaged"] = torch.tensor(ema.optimization_step)
+    names = (name for name, _ in model.named_parameters())
+    return {"progress": progress, "ema": dict(zip(names, ema.shadow_params, strict=True))}
+
+
+def _discard(folder: Path) -> None:
+    """Remove a folder; whenever that is interrupted, what is left does not look like a checkpoint."""
+    doomed = folder.with_name("removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    if folder.exists():
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def checkpoints(output: Path) -> list[Path]:
@@ -149,9 +189,12 @@ def checkpoints(output: Path) -> list[Path]:
     return sorted((output / "checkpoints").glob("step_*"))
 
 
-def essence(recipe: Recipe, dense: bool) -> dict[str, Any]:
-    """What decides a run's numbers: two runs that agree in it are the same."""
-    parts = recipe.model_dump(mode="json", exclude={"name", "output", "validation", "checkpoint", "gate"})
+def essence(recipe: Recipe, dense: bool, replicas: int = 1) -> dict[str, Any]:
+    """What decides a run's numbers: two runs that agree in it are the same, up to the order of sums where the number of
+    processes differs. Of ``accumulate`` and the number of replicas it is their product."""
+    apart = {"name", "output", "validation", "checkpoint", "gate", "parallel"}
+    parts = recipe.model_dump(mode="json", exclude=apart)
+    parts["train"]["accumulate"] *= replicas
     for section, name in (("data", "cache"), ("data", "workers"), ("quantization", "infer_kernel")):
         parts[section].pop(name)
     return {**parts, "dense": dense}

@@ -130,7 +130,8 @@ class MetricLog:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `MetricLog`; none where there is no file."""
+    """The rows of a `MetricLog`; none where there is no file. A last line that was cut off is left out."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]

