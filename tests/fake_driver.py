@@ -1,4 +1,4 @@
-"""A Triton driver that claims an sm_90 device and launches nothing: for tests of how kernels are launched.
+"""A Triton driver for a made-up NVIDIA device that launches nothing: for tests of how kernels are launched.
 
 For processes of their own: it replaces Triton's driver, and `JITFunction.run` by one that compiles only. Each direct
 launch (`qatpatch.kernels.triton_launch`) is compared with what the JIT chooses for the same arguments.
@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 STREAM = 77
 
 
-def install(shared_memory: int) -> tuple[list[str], list[str]]:
+def install(capability: int, shared_memory: int) -> tuple[list[str], list[str]]:
     """Names of the kernels launched from now on, through the JIT and directly."""
     run, jit, direct = JITFunction.run, [], []
 
@@ -44,7 +44,7 @@ def install(shared_memory: int) -> tuple[list[str], list[str]]:
         utils, launcher_cls = Utils(), Launch
 
         def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
+            return GPUTarget("cuda", capability, 32)
 
         def get_current_device(self):
             return -1  # of tensors on the CPU

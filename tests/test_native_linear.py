@@ -14,11 +14,13 @@ import numpy as np
 import nvfp4_oracle as oracle
 import pytest
 import torch
+from models import ltx2_inputs, run, tiny_ltx2
 from test_triton_scaled import RAGGED
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
+import qatpatch
 from qatpatch import kernels
 from qatpatch.kernels import flashinfer_linear, layouts, native_ops
 from qatpatch.linear import LinearSettings, LinearState, NVFP4Linear, QATLinear
@@ -258,6 +260,25 @@ class TestTiledScale:
         layer.quantization._kernels["deploy", "meta", None, (64, 96), torch.bfloat16] = row.name
         with torch.no_grad():
             assert layer(normal(4, 96).to("meta")).shape == (4, 64)
+
+
+def test_a_model_deployed_on_a_native_row_saves_loads_and_compiles(monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, "flashinfer")  # diffusers looks for it
+    model = tiny_ltx2(layers=1)
+    data = ltx2_inputs(model, frames=1)
+    qatpatch.apply(model)
+    trained = run(model, data)
+    monkeypatch.setattr(kernels, "TABLE", (standin.NATIVE_ROW, *kernels.TABLE))
+    report = qatpatch.deploy(model)
+    assert "native_standin" in str(report)
+    assert report.bytes_after == qatpatch.deployment.model_bytes(model)  # the tiled scales are counted
+    found = run(model, data)
+    assert torch.allclose(found, trained, rtol=1e-4, atol=1e-4)
+    qatpatch.save(model, tmp_path)
+    loaded = qatpatch.load(tmp_path)
+    assert torch.equal(run(loaded, data), found)
+    compiled = torch.compile(qatpatch.load(tmp_path), fullgraph=True, backend="aot_eager")
+    assert torch.equal(run(compiled, data), found)
 
 
 def layers_scales(layer: NVFP4Linear) -> torch.Tensor:

@@ -387,7 +387,7 @@ def check_launch() -> None:
     from qatpatch.kernels import triton_attention_dense as dense
     from qatpatch.kernels.triton_attention_launch import Call
 
-    jit, direct = fake_driver.install(CAPABILITIES[90])
+    jit, direct = fake_driver.install(90, CAPABILITIES[90])
     Call.interpreted = property(lambda self: False)
     q, k, v, d_out = (x.bfloat16() for x in made(2, 30, 70, 3, 64))
     padding = torch.ones(2, 1, 1, 70, dtype=torch.bool)

@@ -14,6 +14,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
 from multiprocessing import get_context
@@ -302,19 +303,24 @@ def _same(found: torch.Tensor, wanted: torch.Tensor, *what: str) -> None:
 
 
 def launch_checks() -> None:
-    """Run in the child process: every launch up to the driver, on a driver that claims an sm_90 device.
+    """Run in the child process: every launch of this module's kernels."""
+    from qatpatch.kernels import triton_nvfp4_launch as launch
+
+    check_launches(90, _launches(launch), {kernel for kernel, *_ in CASES.values()})
+
+
+def check_launches(capability: int, calls: Iterable[Callable[[], object]], kernels: set[str]) -> None:
+    """Launches up to the driver, on a driver that claims a device of ``capability``; ``kernels`` are all launched.
 
     Each call is made twice: the first time through Triton's JIT, which compiles, the second time directly. What a
     direct launch runs must be what the JIT chooses for the same arguments.
     """
     import fake_driver
 
-    from qatpatch.kernels import triton_nvfp4_launch as launch
-
-    jit, direct = fake_driver.install(CAPABILITIES[90])
-    for call in _launches(launch):
+    jit, direct = fake_driver.install(capability, CAPABILITIES[capability])
+    for call in calls:
         fake_driver.twice(call, jit, direct)
-    if set(direct) != {kernel for kernel, *_ in CASES.values()}:
+    if set(direct) != kernels:
         raise SystemExit(f"launched directly: {sorted(set(direct))}")
     print(f"all compiled: {len(jit)} by the JIT, {len(direct)} direct")
 

@@ -21,7 +21,9 @@ import numpy as np
 import nvfp4_oracle as oracle
 import pytest
 import torch
-from test_triton_nvfp4 import CAPABILITIES, _stack_bytes
+from test_triton_nvfp4 import CAPABILITIES, _stack_bytes, check_launches
+
+from qatpatch.errors import KernelUnavailable
 
 ROOT = Path(__file__).parents[1]
 NATIVE = (100, 103, 120, 121)
@@ -83,7 +85,7 @@ def build_matmul(name: str, capability: int) -> str:
     from qatpatch.kernels import triton_scaled
 
     dtype, even, bias = MATMULS[name]
-    tile = triton_scaled.TILES[capability // 10]
+    tile, _ = triton_scaled.TARGETS[divmod(capability, 10)]
     constants = {"HAS_BIAS": bias, "EVEN_K": even, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
     constants["GROUP_M"] = triton_scaled.GROUP
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -91,12 +93,17 @@ def build_matmul(name: str, capability: int) -> str:
     kernel = triton_scaled.scaled_matmul_kernel
     built = compile_ahead(kernel, capability, dtype, constants, aligned, options)
     problems = resources(built, capability)
-    products = re.findall(r"(?:tcgen05\.mma|mma\.sync|wgmma)[\w.:]*", built.asm["ptx"])
+    ptx = built.asm["ptx"]
+    products = re.findall(r"(?:tcgen05\.mma|mma\.sync|wgmma)[\w.:]*", ptx)
     if not products or not all(re.fullmatch(INSTRUCTION[capability // 10], p) for p in products):
         problems.append(f"multiplies by {sorted(set(products))}")
-    if even and capability < 120 and "tcgen05.cp" not in built.asm["ptx"]:
+    if even and capability < 120 and "tcgen05.cp" not in ptx:
         problems.append("takes scales to tensor memory through registers")
-    if even and "cp.async" not in built.asm["ptx"]:
+    for loaded in ptx.split("cp.async.wait_group")[1:]:
+        reader = re.search(r"tcgen05\.(cp|mma)", loaded)
+        if reader and "fence.proxy.async" not in loaded[: reader.start()]:
+            problems.append("reads what it loaded without a proxy fence")
+    if even and "cp.async" not in ptx:
         problems.append("does not load ahead")
     return ", ".join(problems)
 
@@ -128,11 +135,35 @@ def test_every_kernel_builds_without_a_gpu(builds, capability):
     assert {job: problem for job, problem in builds.items() if job[2] == capability and problem} == {}
 
 
-def _child(task: str) -> str:
+def test_refusals_say_what_is_missing(monkeypatch):
+    from qatpatch.kernels import triton_scaled
+
+    def tile(capability: tuple[int, int], version: tuple[int, ...]):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(triton_scaled, "_triton_version", lambda: version)
+        return triton_scaled._tile(torch.device("cuda"))
+
+    assert tile((10, 0), (3, 7, 1)) is tile((10, 3), (3, 9, 0)) and tile((12, 0), (3, 6, 0)) is tile((12, 1), (3, 8, 0))
+    for capability, version, wanted in (((10, 0), (3, 6, 0), "3.7.1"), ((12, 1), (3, 7, 1), "3.8.0")):
+        with pytest.raises(KernelUnavailable, match=f"needs Triton {wanted} or newer"):
+            tile(capability, version)
+    with pytest.raises(KernelUnavailable, match="this is sm_90"):
+        tile((9, 0), (3, 9, 0))
+
+
+def test_triton_version_is_read():
+    import triton
+
+    from qatpatch.kernels import triton_scaled
+
+    assert ".".join(map(str, triton_scaled._triton_version())) == triton.__version__.partition("+")[0]
+
+
+def _child(task: str, **environment: str) -> str:
     search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, __file__, task],
-        env={**os.environ, "PYTHONPATH": search_path, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "PYTHONPATH": search_path, **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -142,11 +173,16 @@ def _child(task: str) -> str:
 
 
 def test_quantizer_is_exact_in_the_interpreter():
-    assert "20 shapes exact" in _child("quantize")
+    assert "20 shapes exact" in _child("quantize", TRITON_INTERPRET="1")
 
 
 def test_matmul_reads_and_writes_the_right_places():
-    assert "all right" in _child("matmul")
+    assert "all right" in _child("matmul", TRITON_INTERPRET="1")
+
+
+def test_launches_specialise_and_compile():
+    """What ahead-of-time compilation does not see: how launches look at each argument, call after call."""
+    assert "all compiled" in _child("launch")
 
 
 # What follows runs in the child process.
@@ -231,21 +267,21 @@ def matmul_checks() -> None:
     interpreter.InterpreterBuilder.create_dot_scaled = dot_scaled
     rng = np.random.default_rng(0)
     for tile in (triton_scaled.Tile(128, 128, 128, 1, 1), triton_scaled.Tile(128, 256, 64, 1, 1)):
-        triton_scaled._tile = lambda device, tile=tile: tile
         for rows, columns, depth in ((1, 1, 16), (5, 130, 64), (128, 128, 128), (130, 300, 80), (257, 24, 272)):
             for bias in (None, torch.randn(columns)):
-                check_matmul(triton_scaled, rng, rows, columns, depth, bias)
+                check_matmul(tile, rng, rows, columns, depth, bias)
     print("all right")
 
 
-def check_matmul(triton_scaled, rng, rows: int, columns: int, depth: int, bias: torch.Tensor | None) -> None:
+def check_matmul(tile, rng, rows: int, columns: int, depth: int, bias: torch.Tensor | None) -> None:
+    from qatpatch.kernels.triton_scaled import scaled_matmul
+
     a, b = (rng.integers(0, 256, (n, depth // 2), np.uint8) for n in (rows, columns))
     a_scales, b_scales = (rng.integers(0, 127, (n, depth // 16)).astype(np.uint8) for n in (rows, columns))
     a_tiled, b_tiled = (torch.from_numpy(tiles_by_definition(s)) for s in (a_scales, b_scales))
     alphas = torch.tensor(2.0**100), torch.tensor(3.0 * 2.0**-120)  # in the other order an overflow
-    found = triton_scaled.scaled_matmul(
-        torch.from_numpy(a), a_tiled, alphas[0], torch.from_numpy(b), b_tiled, alphas[1], bias, out_dtype=torch.float32
-    )
+    x, weight = (torch.from_numpy(a), a_tiled, alphas[0]), (torch.from_numpy(b), b_tiled, alphas[1])
+    found = scaled_matmul(*x, *weight, bias, out_dtype=torch.float32, tile=tile)
     wanted = decode(a, a_scales) @ decode(b, b_scales).T * 3.0 * 2.0**-20
     size = np.abs(decode(a, a_scales)) @ np.abs(decode(b, b_scales)).T * 3.0 * 2.0**-20
     if bias is not None:
@@ -256,5 +292,27 @@ def check_matmul(triton_scaled, rng, rows: int, columns: int, depth: int, bias: 
         )
 
 
+def launch_checks() -> None:
+    """On a driver that claims an sm_100 device: calls that differ in whatever Triton specialises on."""
+    check_launches(100, launches(), {"quantize_tiled_kernel", "scaled_matmul_kernel"})
+
+
+def launches():
+    from qatpatch.kernels import triton_scaled, triton_tiled
+
+    one, bias = torch.ones(3), torch.randn(300).bfloat16()
+    tile, _ = triton_scaled.TARGETS[10, 0]
+    for rows, columns, out in ((1, 16, 1), (5, 100, 299), (256, 512, 256)):
+        x = torch.randn(rows, columns)
+        for inputs in (x, x.bfloat16(), torch.cat([x, x], 1)[:, :columns]):
+            yield lambda x=inputs: triton_tiled.quantize_tiled(x, one[1])
+        xq = *triton_tiled.quantize_tiled(x, one[0]), one[0]
+        weight = *triton_tiled.quantize_tiled(torch.randn(out, columns), one[1]), one[1]
+        for b, dtype in ((None, torch.float32), (bias[:out], torch.bfloat16), (bias[1 : out + 1], torch.bfloat16)):
+            yield lambda x=xq, w=weight, b=b, dtype=dtype: triton_scaled.scaled_matmul(
+                *x, *w, b, out_dtype=dtype, tile=tile
+            )
+
+
 if __name__ == "__main__":
-    {"quantize": quantizer_checks, "matmul": matmul_checks}[sys.argv[1]]()
+    {"quantize": quantizer_checks, "matmul": matmul_checks, "launch": launch_checks}[sys.argv[1]]()

@@ -14,9 +14,9 @@ where the layer has no bias. It takes no bias, so a bias costs a second rounding
 `triton_scaled` rounds once in each of these cases. alpha is one FP32 number, so scales whose product leaves FP32's
 range are not served right; no model's are near it.
 
-**What has been seen.** The call is checked against flashinfer 0.7.4's signature, and with a stand-in for ``mm_fp4`` on
-the CPU that reads every argument by flashinfer's documented contract. On a GPU it has never run: none with FP4 units
-was at hand.
+**What has been seen.** The call fits the signatures of flashinfer 0.6.8 and 0.7.4 (the tests check the latter), and was
+run with a stand-in for ``mm_fp4`` on the CPU that reads every argument by flashinfer's documented contract. On a GPU it
+has never run: none with FP4 units was at hand.
 """
 
 from __future__ import annotations

@@ -7,15 +7,20 @@ float16). Block scales come in 128x4 tiles (`layouts`), which is how the tensor 
 copied from shared memory to tensor memory as they lie. Ragged shapes are masked: any M and N, any K after padding to
 16. Weight-only layers are not served: both operands of the instruction are FP4.
 
-**What has been seen.** Compiled, never run: no GPU with FP4 units was at hand. For sm_100, sm_103 and sm_120 (Triton
-3.6 and 3.9) and sm_121 (3.9; 3.6 cannot) the PTX holds the block-scaled MMA instruction, ``tcgen05.mma`` or
-``mma.sync`` with ``kind::mxf4nvf4.block_scale``. In Triton's interpreter, with that one instruction computed by numpy,
-the kernel's addresses, masks and epilogue are right. Tiles were chosen from the compiler's reports on registers and
-shared memory, not from timings.
+**What has been seen.** Compiled, never run: no GPU with FP4 units was at hand. For each architecture in `TARGETS`, with
+every Triton from the version there to 3.9, the PTX multiplies by the block-scaled FP4 instruction alone
+(``tcgen05.mma`` or ``mma.sync`` with ``kind::mxf4nvf4.block_scale``). In Triton's interpreter, with that one
+instruction computed by numpy, the kernel's addresses, masks and epilogue are right. Tiles were chosen from the
+compiler's reports on registers and shared memory, not from timings.
+
+**Triton before 3.7.1 is refused on sm_100 and sm_103.** It compiles, but leaves out the proxy fence between the loads
+into shared memory (``cp.async``) and the ``tcgen05`` instructions that read them: a race that may give right numbers
+for long (github.com/pytorch/pytorch/issues/181248 saw it on a B200). ``mma.sync`` on sm_120 needs no such fence.
 """
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -43,9 +48,16 @@ class Tile(NamedTuple):
     stages: int
 
 
-# The tile of the row with the device's major capability. On sm_100 two programs fit into an SM, so that the epilogue of
-# one runs beside the products of the other.
-TILES = {10: Tile(128, 128, 256, 4, 3), 12: Tile(128, 128, 128, 8, 4)}
+# Two programs fit into an SM of sm_100, so that the epilogue of one runs beside the products of the other.
+_TILE_10 = Tile(128, 128, 256, 4, 3)
+_TILE_12 = Tile(128, 128, 128, 8, 4)
+# Capability -> its tile, and the lowest Triton version whose code is right.
+TARGETS = {
+    (10, 0): (_TILE_10, (3, 7, 1)),
+    (10, 3): (_TILE_10, (3, 7, 1)),
+    (12, 0): (_TILE_12, (3, 6, 0)),
+    (12, 1): (_TILE_12, (3, 8, 0)),
+}
 GROUP = 8
 
 
@@ -128,6 +140,7 @@ def scaled_matmul(
     bias: Tensor | None,
     *,
     out_dtype: torch.dtype,
+    tile: Tile | None = None,
 ) -> Tensor:
     """``(x weight^T) * x_scale * weight_scale + bias``, FP32 up to one rounding.
 
@@ -137,17 +150,18 @@ def scaled_matmul(
         x_scale, weight_scale: float32 (), decode direction.
         bias: (N), any floating dtype, or None.
         out_dtype: float32, bfloat16 or float16.
+        tile: default: the one for the device.
 
     Returns:
         ``(M, N)``, contiguous.
 
     Raises:
-        KernelUnavailable: the device has no FP4 tensor cores.
+        KernelUnavailable: the device has no FP4 tensor cores, or Triton is too old for it.
     """
     out = x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
     if out.numel():
         (rows, columns), blocks = out.shape, x.shape[1] // 8
-        tile = _tile(x.device)
+        tile = tile or _tile(x.device)
         x, weight = layouts.aligned(x), layouts.aligned(weight)
         _launcher(tile, bias is not None, blocks % (tile.k // 16) == 0)(
             -(-rows // tile.m) * -(-columns // tile.n),
@@ -170,8 +184,20 @@ def _launcher(tile: Tile, has_bias: bool, even_k: bool) -> Launcher:
 
 def _tile(device: torch.device) -> Tile:
     capability = torch.cuda.get_device_capability(device)
-    tile = TILES.get(capability[0])
+    tile, minimum = TARGETS.get(capability, (None, ()))
     if tile is None:
         found = "sm_{}{}".format(*capability)
         raise KernelUnavailable(f"triton_nvfp4 needs FP4 tensor cores (sm_100, 103, 120 or 121), this is {found}")
+    if _triton_version() < minimum:
+        wanted = "Triton {}.{}.{}".format(*minimum)
+        raise KernelUnavailable(
+            f"triton_nvfp4 needs {wanted} or newer on sm_{capability[0]}{capability[1]}, this is "
+            f"{triton.__version__}; pip install -U triton"
+        )
     return tile
+
+
+@lru_cache(maxsize=1)
+def _triton_version() -> tuple[int, ...]:
+    numbers = re.match(r"(\d+)\.(\d+)\.?(\d*)", triton.__version__)
+    return tuple(int(number or 0) for number in numbers.groups()) if numbers else (0, 0, 0)
