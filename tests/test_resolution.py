@@ -464,6 +464,17 @@ def test_rows_ask_of_a_shape_what_their_modules_do(row):
             assert (kernel.shape_reason((out_features, in_features)) is None) == (theirs is None)
 
 
+def test_the_row_of_triton_nvfp4_asks_for_the_triton_that_its_module_does(monkeypatch):
+    targets = kernel_named("triton_nvfp4").load().TARGETS
+    assert tuple(targets) == kernel_named("triton_nvfp4").capabilities
+    for capability, (_, minimum) in targets.items():
+        older = f"{minimum[0]}.{minimum[1] - 1}.9" if not minimum[2] else f"{minimum[0]}.{minimum[1]}.{minimum[2] - 1}"
+        for version, fits in ((".".join(map(str, minimum)), True), (older, False)):
+            monkeypatch.setattr(requirements, "installed_version", lambda name, version=version: version)
+            reasons = [r.unmet_reason(capability) for r in kernel_named("triton_nvfp4").requires]
+            assert (reasons == [None] * len(reasons)) == fits
+
+
 def test_head_dimensions_and_masks(tmp_path, monkeypatch):
     installed("right for the fork", tmp_path, monkeypatch)
     cards(monkeypatch, "sm_120")
