@@ -40,13 +40,18 @@ SHAPES = ((1, 32, 4290, 4290, 128), (1, 32, 4290, 1024, 128), (1, 12, 16384, 163
 # Field of `Launches` -> other launches than the table's.
 CANDIDATES: dict[str, tuple[Launch, ...]] = {
     "train": (
-        *(Launch(rows=64, keys=64, warps=4, stages=3, stagger=cycles) for cycles in (0, 350, 700, 1000, 1400)),
-        *(Launch(rows=64, keys=64, warps=4, stages=3, stagger=cycles, paired=True) for cycles in (500, 900)),
+        Launch(rows=64, keys=64, warps=4, stages=3),
+        Launch(rows=64, keys=64, warps=4, stages=2, reload=False),
+        Launch(rows=64, keys=64, warps=4, stages=2, tma=False),
         Launch(rows=128, keys=64, warps=8, stages=3),
+        Launch(rows=128, keys=64, warps=8, stages=3, tma=False),
     ),
     "infer": (
-        *(Launch(rows=64, keys=64, warps=4, stages=3, stagger=cycles) for cycles in (0, 300, 500, 800)),
+        Launch(rows=64, keys=64, warps=4, stages=3),
+        Launch(rows=64, keys=64, warps=4, stages=2, reload=False),
+        Launch(rows=64, keys=64, warps=4, stages=2, tma=False),
         Launch(rows=128, keys=64, warps=8, stages=3),
+        Launch(rows=64, keys=64, warps=4, stages=1),
     ),
     "query_gradient": (
         Launch(rows=64, keys=64, warps=4, stages=2, reload=False),
@@ -113,8 +118,6 @@ def candidates() -> list[tuple[str, Launch]]:
 
 def label(launch: Launch) -> str:
     flags = ("" if launch.reload else " registers") + ("" if launch.tma else " pointers") + " early" * launch.early
-    flags += f" stagger {launch.stagger}" if launch.stagger else ""
-    flags += " paired" * launch.paired
     return f"{launch.rows}x{launch.keys} w{launch.warps} s{launch.stages}{flags}"
 
 

@@ -317,8 +317,7 @@ def build(kernel: str, capability: int, head_dim: int, constants: dict) -> str:
     settings = {
         "HEAD_DIM": head_dim, "ROWS": launch.rows, "KEYS": launch.keys, "MASK": 0, "ADDITIVE": False, "TAIL": True,
         "QUANTIZE_P": True, "TRAIN": kernel == "train", "PACKED": True, "RELOAD": launch.reload, "EARLY": launch.early,
-        "TMA": launch.tma, "STAGGER": launch.stagger, "PAIRED": launch.paired,
-        "OPERAND": tl.float16 if operand == "fp16" else tl.bfloat16,
+        "TMA": launch.tma, "OPERAND": tl.float16 if operand == "fp16" else tl.bfloat16,
     } | constants  # fmt: skip
     blocks = {"key_rows": launch.keys, "value_rows": launch.keys, "query_rows": launch.rows, "d_out_rows": launch.rows}
     signature, used, attributes = {}, {}, {}

@@ -17,10 +17,6 @@ meet only once, at the end.
 The rounded Q goes out to scratch memory and comes back (`RELOAD`): only what is loaded can stay in shared memory as the
 left operand of a Hopper product; otherwise it is copied to registers again in every step.
 
-Two programs share a multiprocessor, and whether one computes exponentials while the other keeps the tensor cores busy,
-or both want the same at the same time, depends on when they began: neither state ends by itself. So the second one
-begins ``STAGGER`` clock cycles late, half of what a step takes.
-
 Training adds the product of V with the unrounded P (``out_hp``), which the backward's ``delta`` is made of.
 """
 
@@ -81,32 +77,7 @@ def spread(x):
     return tl.expand_dims(tl.expand_dims(tl.expand_dims(x, 2), 2), 4)
 
 
-@triton.jit
-def wait_cycles(cycles):
-    """Let ``cycles`` (int32) clock cycles pass."""
-    tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 start, now;
-        .reg .pred early;
-        mov.u32 start, %clock;
-        AGAIN:
-        mov.u32 now, %clock;
-        sub.u32 now, now, start;
-        setp.lt.u32 early, now, $1;
-        @early bra AGAIN;
-        mov.b32 $0, now;
-        }
-        """,
-        "=r,r",
-        [cycles],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit(do_not_specialize=["query_length", "query_padded", "key_length", "padded_length", "heads", "processors"])
+@triton.jit(do_not_specialize=["query_length", "query_padded", "key_length", "padded_length", "heads"])
 def forward_kernel(
     query_ptr,
     key_rows,
@@ -123,7 +94,6 @@ def forward_kernel(
     key_length,
     padded_length,
     heads,
-    processors,
     scale,
     inverse_scale,
     step,
@@ -145,8 +115,6 @@ def forward_kernel(
     PACKED: tl.constexpr,
     RELOAD: tl.constexpr,
     TMA: tl.constexpr,
-    STAGGER: tl.constexpr,
-    PAIRED: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
     """See the module's docstring.
@@ -154,14 +122,6 @@ def forward_kernel(
     ``key_rows`` and ``value_rows`` are (B * H * padded_length, HEAD_DIM) of type OPERAND, as `rows_of` wants them; as
     descriptors, in blocks of 64 rows. ``TAIL`` says that the last tile is not full (and no mask says so).
     """
-    if STAGGER:
-        # The second program of each multiprocessor, as they are handed out; the ones that follow them keep the distance.
-        if PAIRED:
-            second = tl.program_id(0) % 2 == 1
-        else:
-            second = tl.program_id(0) >= processors
-        if second & (tl.program_id(0) < 2 * processors):
-            wait_cycles(STAGGER)
     padded_length = whole_tiles(padded_length)
     blocks = tl.cdiv(query_length, ROWS)
     batch_head = tl.program_id(0) // blocks

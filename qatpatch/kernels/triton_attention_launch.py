@@ -37,8 +37,6 @@ class Launch:
         reload: keep the rounded left operand in shared memory (see `triton_attention_forward`).
         early: in the dK and dV kernel, compute dO Vq^T before the softmax instead of after it.
         tma: read operands through tensor descriptors, which needs sm_90.
-        stagger: forward: clock cycles by which the second program of a multiprocessor begins later.
-        paired: consecutive programs share a multiprocessor; else programs as many apart as there are multiprocessors.
     """
 
     rows: int
@@ -48,8 +46,6 @@ class Launch:
     reload: bool = True
     early: bool = False
     tma: bool = True
-    stagger: int = 0
-    paired: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,13 +169,11 @@ def launch_forward(
         PACKED=not call.interpreted,
         RELOAD=cut.reload,
         TMA=cut.tma,
-        STAGGER=0 if call.interpreted else cut.stagger,
-        PAIRED=cut.paired,
         OPERAND=_triton_dtype(operand),
     )
     keys, values = _rows_of(keys, _TILE, cut), _rows_of(values, _TILE, cut)
     tensors = q, keys, values, bias, _pointer(call.mask, q), out, out_hp, row_max, row_sum, queries
-    lengths = query_length, padded, call.k.shape[1], padded_keys, heads, _processors(q.device)
+    lengths = query_length, padded, call.k.shape[1], padded_keys, heads
     run(padded // cut.rows * batch * heads, tensors, (*lengths, *call.factors, *bsh_strides(q), *call.mask_strides))
     return out, (out_hp if train else None), row_max, row_sum
 
@@ -283,11 +277,6 @@ def key_value_operands(
     numbers = key_length, padded, heads, 1.0 / call.scale, call.hidden, *bsh_strides(k), *bsh_strides(v), *strides
     run(padded // _GROUP * batch * heads, (k, v, _pointer(mask, k), keys, values, bias), numbers)
     return keys, values, bias
-
-
-@lru_cache(maxsize=64)
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _forward_operand(call: Call) -> torch.dtype:
