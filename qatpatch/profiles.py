@@ -14,6 +14,7 @@ import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,13 @@ class Profile:
 
 def matches(pattern: str, name: str) -> bool:
     """Whether ``pattern`` matches ``name`` or one of its parents, in whole components."""
+    return _expression(pattern).fullmatch(name) is not None
+
+
+@lru_cache(maxsize=1024)
+def _expression(pattern: str) -> re.Pattern[str]:
     expression = ".*".join(re.escape(part) for part in pattern.split("*"))
-    return re.fullmatch(rf"{expression}(\..*)?", name) is not None
+    return re.compile(rf"{expression}(\..*)?")
 
 
 _BLOCK = "transformer_blocks.*"

@@ -16,6 +16,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import os
 import sys
 from dataclasses import dataclass
 
@@ -28,7 +29,23 @@ def architecture(capability: Capability) -> str:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Version of an installed distribution; None where it is not installed."""
+    """Version of an installed distribution; None where it is not installed.
+
+    Reading metadata takes a millisecond and a model has hundreds of layers to resolve, so it is read again only where a
+    folder of ``sys.path`` has changed, as by an installation.
+    """
+    return _read_version(distribution, tuple((path, _changed(path)) for path in sys.path))
+
+
+def _changed(path: str) -> int:
+    try:
+        return os.stat(path or ".").st_mtime_ns
+    except OSError:
+        return 0
+
+
+@functools.lru_cache(maxsize=64)
+def _read_version(distribution: str, folders: tuple[tuple[str, int], ...]) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -92,10 +109,7 @@ class Requirement:
     def _wrong_version(self, version: str | None, capability: Capability | None) -> str | None:
         if not self.versions or version is None:
             return None
-        from packaging.specifiers import SpecifierSet
-
-        # A local or development build of a version counts as that version.
-        if SpecifierSet(self.versions).contains(version, prereleases=True):
+        if _fits(self.versions, version):
             return None
         on = f" on {architecture(capability)}" if self.capabilities and capability else ""
         because = f" ({self.because})" if self.because else ""
@@ -132,6 +146,14 @@ class Requirement:
 
     def _found(self, version: str | None) -> str:
         return f"{self.name} {version}" if version else f"the installed {self.module}"
+
+
+@functools.lru_cache(maxsize=64)
+def _fits(versions: str, version: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    # A local or development build of a version counts as that version.
+    return SpecifierSet(versions).contains(version, prereleases=True)
 
 
 def _is_findable(top_level: str) -> bool:
