@@ -503,8 +503,6 @@ def main() -> int:
 def start(options: argparse.Namespace) -> Bench:
     if options.device == "cpu":
         torch.set_num_threads(1)
-        # diffusers asks for an accelerator's index; the CPU counts as one device.
-        torch.accelerator.device_count = lambda: 1
         dist.init_process_group("gloo")
         device = torch.device("cpu")
     else:
