@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -53,6 +54,7 @@ try:
         build_codec,
         build_transformer,
         check_fit,
+        draw_shard,
         load_text_encoder,
         release,
         text_fingerprint,
@@ -62,7 +64,7 @@ try:
     from recipe import Recipe, RecipeError, load_recipe
     from runs import Run, claim_folder, find_checkpoint, load_checkpoint, save_checkpoint, write_report, write_text
     from scores import MetricLog, Scores, read_log, table
-    from sharding import shard, state_on_the_cpu, whole_weights
+    from sharding import materialise, shard, state_on_the_cpu, whole_weights
     from torch.distributed.device_mesh import init_device_mesh
     from tqdm import tqdm
 
@@ -192,6 +194,7 @@ class Training:
 
     Attributes:
         model: as it is called; `inner` is what it wraps.
+        teacher: whose predictions are the target, where there is one.
         first: the step to begin with.
     """
 
@@ -200,6 +203,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     parameters: list[torch.nn.Parameter]
     ema: EMAModel | None
+    teacher: torch.nn.Module | None
     first: int
     before: list[Sample]
 
@@ -207,6 +211,9 @@ class Training:
 def start(run: Run, resume: Path | None) -> Training:
     """Build the model, patch it, spread it over the processes, and bring it to where the checkpoint was."""
     recipe, options, accelerator = run.recipe, run.recipe.train, run.accelerator
+    teacher = None
+    if options.target == "teacher":
+        teacher = spread(run, build_transformer(recipe).eval().requires_grad_(False), teaches=True)
     inner = build_transformer(recipe)
     check_fit(recipe, inner, run.truth[0][0])
     size = sum(parameter.numel() for parameter in inner.parameters())
@@ -233,16 +240,17 @@ def start(run: Run, resume: Path | None) -> Training:
         optimizer=optimizer,
         parameters=parameters,
         ema=ema,
+        teacher=teacher,
         first=step + 1,
         before=before,
     )
 
 
-def spread(run: Run, model: torch.nn.Module) -> torch.nn.Module:
+def spread(run: Run, model: torch.nn.Module, *, teaches: bool = False) -> torch.nn.Module:
     """The model as the processes share it: on their devices, sharded or whole."""
-    parallel, accelerator = run.recipe.parallel, run.accelerator
+    recipe, parallel, accelerator = run.recipe, run.recipe.parallel, run.accelerator
     if not run.sharded:
-        return accelerator.prepare_model(model)
+        return accelerator.prepare_model(model, evaluation_mode=teaches)
     if not dist.is_initialized():
         backend = "gloo" if accelerator.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -250,7 +258,10 @@ def spread(run: Run, model: torch.nn.Module) -> torch.nn.Module:
         shape, names = (run.replicas, 1, parallel.context), ("replica", "ring", "ulysses")
         mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
         enable_context_parallel(model, parallel.context, mesh)
-    shard(model, compute=compute_dtype(run.recipe))
+    shard(model, compute=compute_dtype(recipe))
+    if recipe.model.kind == "tiny" and recipe.model.init == "shards":
+        generator = torch.Generator(accelerator.device).manual_seed(recipe.seed + 1000 * accelerator.process_index)
+        materialise(model, accelerator.device, functools.partial(draw_shard, generator))
     return model
 
 
@@ -290,7 +301,9 @@ def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]
             noise = seeded(recipe.seed, "noise", step, micro * run.replicas + run.replica, 0)
             with stage_of(run, model, step), synchronized(accelerator, model, last_micro):
                 with accelerator.autocast():
-                    loss = training_loss(model, run.settings, next(batches), noise, accelerator.device)
+                    loss = training_loss(
+                        model, run.settings, next(batches), noise, accelerator.device, training.teacher
+                    )
                 # Gradients are averaged over all processes, and those of one context add up to a gradient.
                 accelerator.backward(loss * (recipe.parallel.context / options.accumulate))
             losses.append(loss.detach())

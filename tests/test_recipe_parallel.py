@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from kill_and_resume import soak
 from recipe import RecipeError, load_recipe
 from scores import read_log
 from sharding import state_on_the_cpu
+
+import qatpatch
 
 SHARDED = {"sharding": "fsdp2"}
 
@@ -133,6 +136,53 @@ def test_quantization_may_start_later(tmp_path):
     assert runs[1][0] != dense[0]
 
 
+def test_a_teacher_is_the_dense_model_as_it_was(tmp_path, monkeypatch):
+    """A dense student starts at the teacher's own prediction, a quantized one does not; the teacher never moves."""
+    teachers = []
+    loss_of = train.training_loss
+
+    def loss(*arguments):
+        teachers.append({name: tensor.clone() for name, tensor in arguments[5].state_dict().items()})
+        assert not qatpatch.is_patched(arguments[5]) and not any(p.requires_grad for p in arguments[5].parameters())
+        return loss_of(*arguments)
+
+    monkeypatch.setattr(train, "training_loss", loss)
+    options = dict(steps=3, target="teacher")
+    recipe = write_recipe(tmp_path, train=options, quantization={"start_step": 2}, validation=dict(every=0))
+    assert train.main([str(recipe)]) == 0
+    first, *rest = losses(tmp_path / "run")
+    assert first == 0 and min(rest) > 0
+    for teacher in teachers[1:]:
+        assert_same(teacher, teachers[0])
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.yaml")))
+def test_every_recipe_parses(name):
+    recipe = load_recipe(RECIPES / name)
+    assert recipe.name == name.removesuffix(".yaml")
+    assert str(recipe.output) == f"outputs/{recipe.name}"
+
+
+def test_the_full_size_recipe_runs_a_step_at_a_small_size(tmp_path):
+    """With the sizes of model and clip changed and nothing else; on one process."""
+    small = load_recipe(write_recipe(tmp_path)).model.config | {"in_channels": 3072, "out_channels": 3072}
+    changes = {
+        "model.config": small,
+        "model.text_tokens": 8,
+        "model.audio_tokens": 4,
+        "data.frames": 2,
+        "data.height": 64,
+        "data.width": 64,
+        "train.device": "cpu",
+        "train.threads": 1,
+        "validation.sampler_steps": 1,
+    }
+    arguments = [part for key, value in changes.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+    recipe = RECIPES / "ltx2_overfit_nvfp4_qat.yaml"
+    assert train.main([str(recipe), "--output", str(tmp_path / "run"), "--steps", "1", *arguments]) == 0
+    assert "deployed" in json.loads((tmp_path / "run" / "scores.json").read_text())["scores"]
+
+
 def test_optimizer_state_goes_to_the_cpu_and_comes_back():
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -150,6 +200,7 @@ def test_optimizer_state_goes_to_the_cpu_and_comes_back():
     [
         (dict(parallel={"context": 2}), "needs sharding: fsdp2"),
         (dict(parallel=SHARDED, train={"optimizer": "bitsandbytes8bit"}), "use adamw8bit"),
+        (dict(model={"init": "shards"}), "without it there are no shards"),
         (dict(parallel={"sharding": "fsdp"}), "did you mean 'fsdp2'?"),
     ],
 )
