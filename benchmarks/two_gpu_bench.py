@@ -509,7 +509,7 @@ def start(options: argparse.Namespace) -> Bench:
         rank = int(dist.get_node_local_rank())
         torch.cuda.set_device(rank)
         device = torch.device("cuda", rank)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl")
     return Bench(device, dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"), options)
 
 

@@ -419,7 +419,7 @@ def unsharded(run: Run, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.
     # On meta, since every value comes from the shards.
     with torch.device("meta"):
         whole = transformer_class(run.recipe).from_config(model.config)
-    whole.load_state_dict({name: weights.pop(name).to(dtype) for name in list(weights)}, assign=True)
+    whole.load_state_dict({n: weights.pop(n).to(dtype, copy=True) for n in list(weights)}, assign=True)
     if not run.dense:
         qatpatch.apply(whole, **run.recipe.quantization.arguments())
     return whole.to(run.accelerator.device).eval()
