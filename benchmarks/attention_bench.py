@@ -5,7 +5,8 @@
 First accuracy, which also compiles every kernel: cosines against an FP32 computation of the same scheme, and against
 FP32 attention of the unrounded operands. Each case runs in a process of its own, several at once; a launch that fails,
 or does not come back, is reported and left out. Then times: CUDA events, random data, medians, variants taking turns.
-The baseline is torch's SDPA on the same BSHD tensors, by cuDNN and by flash; ratios are over cuDNN. FLOPs are those of
+The baseline is torch's SDPA on the same BSHD tensors, by cuDNN and by flash; ratios are over cuDNN. ``replayed`` calls
+come from a CUDA graph, without the host. FLOPs are those of
 dense attention, so that the columns compare. The tables come last.
 
 ``--candidates`` times other launches of each kernel than those of `triton_attention_launch.LAUNCHES` too.
@@ -213,9 +214,11 @@ def milliseconds(calls: dict[str, Callable[[], object]], repeats: int = 7, sampl
         call()
         counts[name] = max(1, math.ceil(sample / timed(call, 2)))
     times: dict[str, list[float]] = {name: [] for name in calls}
+    turns = list(calls.items())
     for _ in range(repeats):
-        for name, call in calls.items():
+        for name, call in turns:
             times[name].append(timed(call, counts[name]))
+        turns.append(turns.pop(0))  # whoever follows a call that draws little power finds a faster clock
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -243,6 +246,18 @@ def qat_calls(data: list[torch.Tensor], scheme: str, launch: Launches) -> dict[s
     }
 
 
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """A replay of ``call`` from a CUDA graph: the GPU's part alone."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return graph.replay
+
+
 def kernel_times(call: Callable[[], object]) -> dict[str, float]:
     """Milliseconds of each GPU kernel of one call, by name."""
     call()
@@ -263,6 +278,8 @@ def measure(shape: tuple[int, ...], usable: list[tuple[str, Launch]], deadline: 
     for scheme in ("sage3", "fa4"):
         ours = qat_calls(data, scheme, base_launches())
         calls |= {f"{scheme} {name}": call for name, call in ours.items() if (scheme, name) != ("fa4", "infer")}
+    for name in ("cudnn forward", "sage3 train", "sage3 infer", "fa4 train"):
+        calls[f"{name}, replayed"] = captured(calls[name])
     result = {"shape": shape, "times": milliseconds(calls), "kernels": {}, "candidates": []}
     for name in ("sage3 train", "sage3 backward", "fa4 train"):
         try:
@@ -291,10 +308,12 @@ def print_tables(results: list[dict]) -> None:
         gflop = 4e-9 * batch * heads * queries * keys * dim
         print(f"\nB{batch} H{heads} {queries}x{keys} D{dim}   ms, TFLOP/s, over cuDNN")
         for name, ms in times.items():
-            backward = name.endswith("backward")
+            backward = "backward" in name
             base = times["cudnn backward" if backward else "cudnn forward"]
+            if name.endswith("replayed"):
+                base = times["cudnn forward, replayed"]
             rate = gflop * (2.5 if backward else 1.0) / ms
-            print(f"  {name:16s} {ms:9.3f} {rate:8.0f} {ms / base:7.2f}")
+            print(f"  {name:26s} {ms:9.3f} {rate:8.0f} {ms / base:7.2f}")
         dense = times["cudnn forward"] + times["cudnn backward"]
         print(f"  fa4 forward + backward over cuDNN {(times['fa4 train'] + times['fa4 backward']) / dense:.3f};"
               f" sage3 {(times['sage3 train'] + times['sage3 backward']) / dense:.3f};"

@@ -1,19 +1,21 @@
-"""NVFP4 linears on one GPU, side by side in one run: the Triton kernels and their tiles, QAT against bf16, deployed.
+"""NVFP4 linears on one GPU, side by side in one run: QAT against bf16 and torchao, deployed, the kernels, their tiles.
 
     PYTHONPATH=. python benchmarks/linear_bench.py [--parts kernels,linear,deployed,matmul] [--out results.json]
-                                                   [--make package.module:function]
 
 Kernel times are replays of a CUDA graph over rotating buffers of random data (larger together than L2), so that neither
 launch gaps nor the cache flatter them; ``share`` is of the bandwidth of a device-to-device copy measured in the same
-run, counting the fewest bytes that must move. Linear times are eager, between CUDA events, the variants taking turns.
-``--make`` names a function that turns an `nn.Linear` into the module to time as ``qat`` instead of the local one, which
-is the least there can be: two operands, `F.linear`, and the high-precision backward.
+run, counting the fewest bytes that must move. Linear times are eager, between CUDA events, the variants taking turns:
+
+- ``qatpatch``: the layer that `qatpatch.apply` makes; ``weights kept``: the same inside `qatpatch.reuse_weights`;
+- ``graph``: the same replayed from a CUDA graph, without the host (the bf16 layer's time is then a replay's too);
+- ``torchao``: torchao's NVFP4 numerics through ``torch.compile`` (its own QAT layer needs Blackwell), with the same
+  backward; left out where torchao is not installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import copy
 import json
 import math
 import statistics
@@ -21,11 +23,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from patched import qat_linear
 from torch import Tensor, nn
 
 from qatpatch.kernels import triton_nvfp4 as kernels
 from qatpatch.kernels import triton_nvfp4_launch as launch
 from qatpatch.kernels.triton_nvfp4_kernels import POW2, RAW
+from qatpatch.reuse import KeptWeights
 
 SHAPES = (  # M, K, N
     (4290, 4096, 4096),
@@ -74,9 +78,11 @@ def turns_milliseconds(variants: dict[str, Callable[[], object]], *, sample_ms: 
             call()
         iterations[name] = max(2, math.ceil(sample_ms / _event_milliseconds(call, 2)))
     times: dict[str, list[float]] = {name: [] for name in variants}
+    turns = list(variants.items())
     for _ in range(samples):
-        for name, call in variants.items():
+        for name, call in turns:
             times[name].append(_event_milliseconds(call, iterations[name]))
+        turns.append(turns.pop(0))  # whoever follows a variant that draws little power finds a faster clock
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -103,19 +109,33 @@ def gemm_rate() -> float:
     return 2 * 8192**3 / turns_milliseconds({"gemm": lambda: a @ b}, sample_ms=50)["gemm"] / 1e9
 
 
-class QATReference(torch.autograd.Function):
-    """Forward on quantized operands, backward on the originals; ``prepare`` makes the two operands."""
+class FakeQuantized(torch.autograd.Function):
+    """Forward on what ``fake_quantize`` makes of both operands, straight-through backward on the originals."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, prepare):
+    def forward(ctx, x, weight, bias, fake_quantize):
         ctx.save_for_backward(x, weight)
-        left, right = prepare(x, weight)
-        return F.linear(left, right, bias)
+        return F.linear(fake_quantize(x), fake_quantize(weight), bias)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         return grad @ weight, grad.t() @ x, grad.sum(0), None
+
+
+def torchao_fake_quantize() -> Callable[[Tensor], Tensor] | None:
+    """There and back by torchao's quantizer with its two-level scales, compiled; None where torchao is missing."""
+    try:
+        from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+    except ImportError:
+        return None
+
+    @torch.compile
+    def fake_quantize(x: Tensor) -> Tensor:
+        scale = per_tensor_amax_to_scale(x.abs().max())
+        return NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale).dequantize(x.dtype)
+
+    return fake_quantize
 
 
 def one_pass(x: Tensor, tile: launch.Tile) -> Tensor:
@@ -189,38 +209,42 @@ def bench_kernels(copy_gbps: float) -> list[dict]:
     return rows
 
 
-def bench_linear(m: int, k: int, n: int, make: Callable[[nn.Linear], nn.Module] | None, tile: launch.Tile) -> dict:
-    linear = nn.Linear(k, n, device="cuda", dtype=BF16)
-    with torch.no_grad():
-        linear.weight.normal_(std=0.02)
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """A replay of ``call`` from a CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return graph.replay
+
+
+def bench_linear(m: int, k: int, n: int, fake_quantize: Callable[[Tensor], Tensor] | None) -> dict:
+    plain = nn.Linear(k, n, device="cuda", dtype=BF16)
+    nn.init.normal_(plain.weight, std=0.02)
+    patched, keeping = qat_linear(copy.deepcopy(plain)), qat_linear(copy.deepcopy(plain))
     x = torch.randn(m, k, device="cuda", dtype=BF16, requires_grad=True)
     grad = torch.randn(m, n, device="cuda", dtype=BF16)
-    kept = kernels.operand(linear.weight.detach())[0]
+    inputs = (x, plain.weight, plain.bias)
 
-    def step(call: Callable[[], Tensor]) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(call(), (x, linear.weight, linear.bias), grad)
+    def step(module: nn.Module) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(module(x), (x, *module.parameters()), grad)
 
-    def qat(left: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor]) -> Callable[[], object]:
-        prepare = lambda a, b: (left(a), right(b))  # noqa: E731
-        return step(lambda: QATReference.apply(x, linear.weight, linear.bias, prepare))
-
-    def operand(t: Tensor) -> Tensor:
-        return kernels.operand(t)[0]
-
-    variants = {
-        "bf16": step(lambda: linear(x)),
-        "qat": qat(operand, operand),
-        "qat, best tile": qat(lambda t: one_pass(t, tile), lambda t: one_pass(t, tile)),
-        "qat, two passes": qat(lambda t: two_passes(t, tile), lambda t: two_passes(t, tile)),
-        "qat, weight kept": qat(operand, lambda t: kept),
-    }
-    if make:
-        module = make(nn.Linear(k, n, device="cuda", dtype=BF16))
-        variants["qat"] = lambda: torch.autograd.grad(module(x), (x, *module.parameters()), grad)
-    times = turns_milliseconds(variants)
-    ratios = {name: times[name] / times["bf16"] for name in variants if name != "bf16"}
-    tflops = 6 * m * k * n / times["qat"] / 1e9
-    row = {"shape": f"{m}x{k}x{n}", "bf16_ms": times["bf16"], "qat_ms": times["qat"], "tflops": tflops, **ratios}
+    variants = {"bf16": step(plain), "qatpatch": step(patched), "weights kept": step(keeping)}
+    variants |= {"bf16 graph": captured(step(plain)), "graph": captured(step(patched))}
+    keeping.quantization.switch.open("scope", weights=KeptWeights())
+    times = turns_milliseconds(variants, samples=10)
+    row = {"shape": f"{m}x{k}x{n}", "bf16_ms": times["bf16"], "qat_ms": times["qatpatch"]}
+    row["tflops"] = 6 * m * k * n / times["qatpatch"] / 1e9
+    row |= {name: times[name] / times["bf16"] for name in variants if "graph" not in name and name != "bf16"}
+    row["graph"] = times["graph"] / times["bf16 graph"]
+    if fake_quantize is not None:  # by itself: it spends most of its time on memory, and the clock rises
+        other = lambda: torch.autograd.grad(FakeQuantized.apply(*inputs, fake_quantize), inputs, grad)  # noqa: E731
+        pair = turns_milliseconds({"bf16": variants["bf16"], "torchao": other})
+        row["torchao"] = pair["torchao"] / pair["bf16"]
     print(row, flush=True)
     return row
 
@@ -261,16 +285,6 @@ def bench_matmul(m: int, k: int, n: int) -> list[dict]:
     return rows
 
 
-def best_tile(rows: list[dict]) -> launch.Tile:
-    """The one-pass tile with the least total time over the operand shapes."""
-    totals: dict[str, float] = {}
-    for row in rows:
-        if row["kernel"] == "operand pow2, one pass":
-            totals[row["tile"]] = totals.get(row["tile"], 0.0) + row["us"]
-    by_name = {str(tuple(tile)): tile for tile in TILES}
-    return by_name[min(totals, key=totals.__getitem__)] if totals else launch.OPERAND_TILE
-
-
 def summary(results: dict) -> str:
     """The best tile of each kernel, the deployed forwards, and last the QAT linears."""
     lines = []
@@ -290,16 +304,17 @@ def summary(results: dict) -> str:
     )
     rows = results.get("linear", ())
     if rows:
-        names = [name for name in rows[0] if name.startswith("qat") and name != "qat_ms"]
-        header = "".join(f"{name:>18}" for name in names)
+        names = [name for name in ("qatpatch", "weights kept", "graph", "torchao") if name in rows[0]]
+        header = "".join(f"{name:>14}" for name in names)
+        lines.append("QAT forward and backward, times of bf16's:")
         lines.append(f"{'M x K x N':>18} {'bf16 ms':>9} {'qat ms':>9}{header} {'TFLOP/s':>8} {'of GEMM':>8}")
         for r in rows:
-            ratios = "".join(f"{r[name]:18.3f}" for name in names)
+            ratios = "".join(f"{r[name]:14.3f}" for name in names)
             share = r["tflops"] / results["gemm_tflops"]
             lines.append(
                 f"{r['shape']:>18} {r['bf16_ms']:9.3f} {r['qat_ms']:9.3f}{ratios} {r['tflops']:8.0f} {share:8.1%}"
             )
-        means = "".join(f"{statistics.geometric_mean(r[name] for r in rows):18.3f}" for name in names)
+        means = "".join(f"{statistics.geometric_mean(r[name] for r in rows):14.3f}" for name in names)
         lines.append(f"{'geometric mean':>38}{means}")
     return "\n".join(lines)
 
@@ -307,22 +322,17 @@ def summary(results: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="kernels,linear,deployed,matmul")
-    parser.add_argument("--make", help="package.module:function from nn.Linear to the module to time")
     parser.add_argument("--out", help="write all numbers to this JSON file")
     options = parser.parse_args()
     parts = options.parts.split(",")
     torch.manual_seed(0)
-    make = None
-    if options.make:
-        module, _, name = options.make.partition(":")
-        make = getattr(importlib.import_module(module), name)
 
     results = {"device": torch.cuda.get_device_name(), "copy_gbps": copy_bandwidth(), "gemm_tflops": gemm_rate()}
     if "kernels" in parts:
         results["kernels"] = bench_kernels(results["copy_gbps"])
-    tile = best_tile(results.get("kernels", []))
     if "linear" in parts:
-        results["linear"] = [bench_linear(*shape, make, tile) for shape in SHAPES]
+        fake_quantize = torchao_fake_quantize()
+        results["linear"] = [bench_linear(*shape, fake_quantize) for shape in SHAPES]
     if "deployed" in parts:
         results["deployed"] = [bench_deployed(*shape) for shape in SHAPES]
     if "matmul" in parts:

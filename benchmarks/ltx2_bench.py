@@ -1,6 +1,6 @@
 """A full-size LTX-2 (18.9B parameters, random weights, bf16) on one GPU: dense, patched and deployed, side by side.
 
-    PYTHONPATH=. python benchmarks/ltx2_bench.py [--attention] [--target sm_120] [--compile] [--out results.json]
+    PYTHONPATH=. python benchmarks/ltx2_bench.py [--attention] [--target sm_120] [--compile] [--keep GiB]
 
 4290 video tokens (11 x 15 x 26), 1024 text tokens with an all-ones mask, 126 audio tokens. A train step is a forward
 and a backward with gradient checkpointing. Times are CUDA events, medians, of one model before the patch, after it, and
@@ -88,6 +88,7 @@ def main() -> None:
         "--compile", action="store_true", help="compile the blocks (diffusers' compile_repeated_blocks)"
     )
     parser.add_argument("--no-step", action="store_true", help="leave the train step out")
+    parser.add_argument("--keep", type=float, default=0, help="measure once more with so many GiB of weights kept")
     parser.add_argument("--out")
     options = parser.parse_args()
     model, data = build(options.layers), inputs()
@@ -121,9 +122,13 @@ def main() -> None:
     seconds, report = wall(lambda: qatpatch.apply(model, attention=options.attention, target=options.target))
     results["apply s"], results["patched"] = seconds, (len(report.linears), len(report.attentions))
     measure("patched")
-    for name, _ in kinds:
-        results[f"{name} ratio"] = results[f"{name} patched ms"] / results[f"{name} bf16 ms"]
-    model.zero_grad(set_to_none=True)
+    if options.keep:
+        with qatpatch.reuse_weights(model, memory_limit=int(options.keep * GIB)) as kept:
+            measure("kept")
+            results["weights kept"] = repr(kept)
+    for state in ("patched", "kept") if options.keep else ("patched",):
+        for name, _ in kinds:
+            results[f"{name} {state} ratio"] = results[f"{name} {state} ms"] / results[f"{name} bf16 ms"]
     model.eval().requires_grad_(False)
     with torch.no_grad():
         patched = model(**data)[0]

@@ -39,6 +39,7 @@ _PUBLIC = {
     "qat_attention": "attention",
     "remove": "patch",
     "report": "patch",
+    "reuse_weights": "swap",
     "save": "checkpoint",
     "stage": "swap",
 }

@@ -33,6 +33,7 @@ from qatpatch.errors import CheckpointError, PlanError
 from qatpatch.linear import BACKWARDS, COMPUTE_DTYPES, INPUT_SCALES, LinearSettings, LinearState, NVFP4Linear
 from qatpatch.patch import Record, attention_states, is_purged, patch_record, replace_module
 from qatpatch.plan import RECORD
+from qatpatch.reuse import input_group
 from qatpatch.swap import bind_infer
 from qatpatch.switch import AttentionChoice, Switch
 from qatpatch.units import adapters, is_graph, layer_at, unwrap
@@ -415,7 +416,7 @@ def _packed_on_meta(name: str, layer: dict[str, Any], switch: Switch) -> NVFP4Li
     ):
         if value not in known:
             raise CheckpointError(f"the description of {name} is damaged: {value!r} is none of {', '.join(known)}")
-    state = LinearState(settings, switch)
+    state = LinearState(settings, switch, input_group(name))
     state.trained_dtype = trained
     width = nvfp4.padded_length(columns)
     empty = {"device": "meta", "dtype": torch.uint8}

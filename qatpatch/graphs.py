@@ -19,6 +19,7 @@ from torch import nn
 from qatpatch import dispatch
 from qatpatch.dispatch import AttentionState
 from qatpatch.linear import COMPUTE_DTYPES, LinearSettings, LinearState, QATLinear
+from qatpatch.reuse import input_group
 from qatpatch.switch import Switch
 from qatpatch.units import Unit
 
@@ -147,7 +148,7 @@ def rewrite(
     try:
         for name, settings in linears.items():
             original.modules[name] = model.get_submodule(name)
-            _install_linear(model, name, nodes_of_linear[name][0], LinearState(settings, switch))
+            _install_linear(model, name, nodes_of_linear[name][0], LinearState(settings, switch, input_group(name)))
             for node in nodes_of_linear[name]:
                 _call_instead(model.graph, node, name, (_argument(node, 0, "input"),), {})
         for name, scheme in attentions.items():

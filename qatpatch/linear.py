@@ -22,18 +22,20 @@ without gradients, and with them one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from qatpatch import kernels, nvfp4
 from qatpatch.autocast import autocast_dtype, without_autocast
-from qatpatch.kernels import ops
+from qatpatch.kernels import layouts, native_ops, ops
 from qatpatch.parallel import shared_global_scale
 from qatpatch.recomputation import Call, CallHistory, remember
+from qatpatch.reuse import Kept
 from qatpatch.switch import Switch
 
 INPUT_SCALES = ("dynamic", "unit", "static")
@@ -61,6 +63,14 @@ class LinearSettings:
     backward: str = "high_precision"
     refine_only: bool = False
 
+    def __post_init__(self) -> None:
+        scale = self.static_scale
+        if scale is not None and self.global_scale == "pow2" and math.frexp(scale)[0] != 0.5:
+            raise ValueError(
+                f"static_scale={scale} is no power of two, as global_scale='pow2' promises; use global_scale='amax', "
+                "which takes any scale"
+            )
+
 
 class LinearState:
     """A patched linear's settings and what it computes now. Copies with the layer, independent afterwards.
@@ -68,13 +78,15 @@ class LinearState:
     Attributes:
         settings: `LinearSettings`.
         switch: the model's open blocks.
+        group: what the layers that are called with the same input have in common (`reuse.input_group`), or None.
         trained_dtype: compute dtype of the last forward that counts as training (or, before one, under autocast).
         calibration: largest input magnitudes seen, float32 (); None outside `calibrate`.
     """
 
-    def __init__(self, settings: LinearSettings, switch: Switch | None = None) -> None:
+    def __init__(self, settings: LinearSettings, switch: Switch | None = None, group: str | None = None) -> None:
         self.settings = settings
         self.switch = switch or Switch()
+        self.group = group
         self.trained_dtype: torch.dtype | None = None
         self.calibration: Callable[[torch.Tensor], None] | None = None
         self.history = CallHistory()
@@ -137,6 +149,37 @@ def _differentiated(*tensors: torch.Tensor | None) -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
+class _Once(NamedTuple):
+    """What one call may take from earlier ones."""
+
+    weight: Kept | None  # the quantized weight, inside a scope that keeps it
+    state: LinearState | None  # of a layer that shares its input
+    source: torch.Tensor | None  # that input, before any cast
+
+
+# Input and weight by two operators, so that a compiler sees which inputs are equal.
+_APART = _Once(None, None, None)
+
+
+def _once(state: LinearState, source: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, kernel: str) -> _Once | None:
+    """None where nothing can be: most layers, and wherever calls are not plain (`ops.is_plain`)."""
+    keeper, sharing = state.switch.weights, state.group is not None and state.settings.activations
+    if (keeper is None and not sharing) or not ops.is_plain(x, weight):
+        return None
+    kept = None if keeper is None else keeper.find(state, weight, state.settings.global_scale, kernel)
+    return _Once(kept, state if sharing and state.calibration is None else None, source)
+
+
+def _quantized_input(
+    rows: torch.Tensor, input_scale: torch.Tensor | None, rule: str, kernel: str, run: ops.Calls, pack: bool
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]:
+    """Operand and scale of x (M, K), and x packed where ``pack`` says so."""
+    if not pack:
+        return *run.operand(rows, input_scale, rule, kernel), None
+    packed = run.quantize(rows, input_scale, rule, kernel)
+    return run.packed_operand(*packed, rows.shape[-1], rows.dtype, rule, kernel), packed[2], packed
+
+
 def _product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -145,20 +188,29 @@ def _product(
     settings: LinearSettings,
     kernel: str,
     out_dtype: torch.dtype,
+    once: _Once | None = None,
     *,
     pack: bool = False,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]:
     """Output (..., N) of x (..., K), weight (N, K) and bias (N) in the compute dtype; and x packed, where asked for."""
-    run, rule, packed = ops.calls(x, weight), settings.global_scale, None
+    run, rule = ops.calls(x, weight), settings.global_scale
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if settings.activations and not pack:
+    kept, sharer = (None, None) if once is None else (once.weight, once.state)
+    quantized = key = None
+    if sharer is not None:
+        key = sharer.group, settings, kernel, x.dtype, pack
+        quantized = sharer.switch.input.find(sharer, once.source, key)
+    missing = settings.activations and quantized is None
+    if missing and kept is None and not pack and once is not _APART:
         xq, x_scale, w, w_scale = run.operands(rows, weight, input_scale, rule, kernel)
+        quantized = xq, x_scale, None
     else:
-        w, w_scale = run.operand(weight, None, rule, kernel)
-        xq, x_scale = rows, None
-        if settings.activations:
-            packed = run.quantize(rows, input_scale, rule, kernel)
-            xq, x_scale = run.packed_operand(*packed, rows.shape[-1], rows.dtype, rule, kernel), packed[2]
+        w, w_scale = run.operand(weight, None, rule, kernel) if kept is None else kept.operand(weight)
+        if missing:
+            quantized = _quantized_input(rows, input_scale, rule, kernel, run, pack)
+    if sharer is not None and missing:
+        sharer.switch.input.keep(sharer, once.source, key, quantized)
+    xq, x_scale, packed = quantized or (rows, None, None)
     y = run.matmul(xq, x_scale, w, w_scale, bias, out_dtype, rule, kernel)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0]), packed
 
@@ -176,11 +228,12 @@ class _QATLinear(torch.autograd.Function):
         settings: LinearSettings,
         kernel: str,
         out_dtype: torch.dtype,
+        once: _Once | None,
         call: Call | None,
     ) -> torch.Tensor:
         x_wants, weight_wants = ctx.needs_input_grad[:2]
         pack = weight_wants and settings.backward == "quantized"
-        y, packed = _product(x, weight, bias, input_scale, settings, kernel, out_dtype, pack=pack)
+        y, packed = _product(x, weight, bias, input_scale, settings, kernel, out_dtype, once, pack=pack)
         ctx.settings, ctx.kernel, ctx.columns, ctx.dtype = settings, kernel, x.shape[-1], x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.call = call
@@ -213,14 +266,16 @@ class _QATLinear(torch.autograd.Function):
                 dw = rows.t() @ x.reshape(-1, ctx.columns)
             if ctx.bias_dtype is not None and bias_wants:
                 db = _as(rows.sum(0), ctx.bias_dtype)
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None
 
 
 def _dense(operand: torch.Tensor, scale: torch.Tensor, ctx: Any) -> torch.Tensor:
     """The dequantized values of a GEMM operand, in the compute dtype."""
     if kernels.kernel_named(ctx.kernel).folded(ctx.settings.global_scale, ctx.dtype):
-        return operand
-    return (operand * scale).to(ctx.dtype)
+        return _as(operand, ctx.dtype)
+    # A scale () does not widen a 16-bit operand by itself.
+    wide = _as(operand, torch.float32) if ctx.dtype is torch.float32 else operand
+    return (wide * scale).to(ctx.dtype)
 
 
 class QATLinear(nn.Linear):
@@ -249,21 +304,26 @@ class QATLinear(nn.Linear):
         autocast, weight_dtype = autocast_dtype(device), weight.dtype
         dtype = state.compute_dtype(autocast, weight_dtype, training=self.training)
         _check_dtypes(x.dtype, weight_dtype, autocast)
-        x, weight, bias = _as(x, dtype), _as(weight, dtype), None if bias is None else _as(bias, dtype)
+        source, x, weight = x, _as(x, dtype), _as(weight, dtype)
+        bias = None if bias is None else _as(bias, dtype)
         if state.calibration is not None and not torch.compiler.is_compiling():
             state.calibration(nvfp4.finite_amax(x))
+        kernel = state.kernel("train", device)
         arguments = (
             x,
             weight,
             bias,
             state.input_scale(x),
             state.settings,
-            state.kernel("train", device),
+            kernel,
             autocast or weight_dtype,
         )
+        compiling = torch.compiler.is_compiling()
+        once = None if compiling else _once(state, source, x, weight, kernel)
         if _differentiated(x, weight, bias):
-            return _QATLinear.apply(*arguments, call)
-        return _product(*arguments)[0]
+            # Only graphs with a backward are rid of repeated operators.
+            return _QATLinear.apply(*arguments, _APART if compiling and state.group else once, call)
+        return _product(*arguments, once)[0]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QATLinear:
         if self.weight.requires_grad and not self.weight.is_meta:
@@ -318,7 +378,8 @@ class NVFP4Linear(nn.Linear):
     Buffers, all uint8: ``weight_packed`` (N, ceil16(K)/2), element 2j in the low nibble; ``weight_scale``
     (N, ceil(K/16)), E4M3 bytes, linear; ``weight_global_scale`` (4), the bytes of one FP32 decode scale. ``bias`` (N)
     is the parameter from before; ``dense_weight`` (N, K) is there where the original was retained. ``weight`` answers
-    dtype, shape and device.
+    dtype, shape and device. ``weight_scale_tiled``, in no state dict, is there once a native kernel needed it: the
+    block scales again in 128x4 tiles, 1/16 byte an element.
     """
 
     quantization: LinearState
@@ -341,6 +402,8 @@ class NVFP4Linear(nn.Linear):
         self.register_buffer("weight_packed", packed)
         self.register_buffer("weight_scale", block_scale)
         self.register_buffer("weight_global_scale", global_scale.reshape(1).view(torch.uint8))
+        self.register_buffer("weight_scale_tiled", None, persistent=False)
+        self._tiled_from: tuple[int, int] | None = None
         self.bias = bias
         self.dense_weight = dense_weight
         self.quantization = quantization
@@ -353,7 +416,7 @@ class NVFP4Linear(nn.Linear):
         source = weight.to(state.trained_dtype or weight.dtype)
         kernel = state.kernel("deploy", weight.device)
         packed, block_scale, global_scale = ops.quantize(source, None, state.settings.global_scale, kernel)
-        return cls(
+        layer = cls(
             packed=packed,
             block_scale=block_scale,
             global_scale=global_scale,
@@ -363,6 +426,9 @@ class NVFP4Linear(nn.Linear):
             dtype=weight.dtype,
             quantization=state,
         )
+        if kernels.kernel_named(kernel).native:
+            layer.tiled_scale()
+        return layer
 
     @property
     def weight(self) -> torch.Tensor:
@@ -411,13 +477,39 @@ class NVFP4Linear(nn.Linear):
         rows = rows if x.dim() == 2 else rows.reshape(-1, self.in_features)
         global_scale = self.weight_global_scale.view(torch.float32).reshape(())
         rule = state.settings.global_scale
+        if kernels.kernel_named(kernel).native:
+            run = native_ops.calls(x, packed)
+            xq = run.quantize_activation(rows, state.input_scale(x), rule, kernel)
+            w = packed, self.tiled_scale(), global_scale
+            bias = None if bias is None else _as(bias.detach(), dtype)
+            y = run.scaled_matmul(*xq, *w, bias, autocast or host_dtype, kernel)
+            return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         w = run.packed_operand(packed, self.weight_scale, global_scale, self.in_features, dtype, rule, kernel)
         xq, x_scale = rows, None
         if state.settings.activations:
-            xq, x_scale = run.operand(rows, state.input_scale(x), rule, kernel)
+            shared, key = state.switch.input, (state.group, state.settings, kernel, dtype, False)
+            share = state.group is not None and run.direct
+            quantized = shared.find(state, x, key) if share else None
+            if quantized is None:
+                quantized = _quantized_input(rows, state.input_scale(x), rule, kernel, run, False)
+                if share:
+                    shared.keep(state, x, key, quantized)
+            xq, x_scale, _ = quantized
         bias = None if bias is None else _as(bias.detach(), dtype)
         y = run.matmul(xq, x_scale, w, global_scale, bias, autocast or host_dtype, rule, kernel)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
+
+    def tiled_scale(self) -> torch.Tensor:
+        """The block scales as native kernels read them (`layouts.tile_scales`): kept until those are others."""
+        scale, tiled = self.weight_scale, self.weight_scale_tiled
+        if torch.compiler.is_compiling():
+            return layouts.tile_scales(scale) if tiled is None else tiled
+        source = scale.data_ptr(), 0 if scale.is_inference() else scale._version
+        if tiled is None or self._tiled_from != source:
+            tiled = layouts.tile_scales(scale)
+            if type(tiled) is torch.Tensor:  # no fake tensor of somebody's estimate
+                self.weight_scale_tiled, self._tiled_from = tiled, source
+        return tiled
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> NVFP4Linear:
         probe = fn(torch.empty(0, dtype=self.compute_dtype, device=self.weight_packed.device))
@@ -442,6 +534,7 @@ class NVFP4Linear(nn.Linear):
         error_msgs: list[str],
     ) -> None:
         """Load all of a packed layer or nothing, also with strict=False: never a new bias beside an old weight."""
+        self.weight_scale_tiled = None
         own = {prefix + name for name, _ in (*self.named_parameters(), *self.named_buffers())}
         given = {key for key in state_dict if key.startswith(prefix)}
         if given and given != own:

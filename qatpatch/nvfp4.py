@@ -25,7 +25,8 @@ is not a multiple of 16 is padded with zeros; blocks never run from one row into
 Non-finite input stays visible: a block that holds NaN or inf gets the scale byte 0x7F (NaN), and decodes to NaN. The
 global scale is chosen from the finite elements, so that the other blocks keep their values.
 
-Deliberately not here: gradients (`straight_through`), foreign layouts (128x4 tiles, high nibble first, encode scales).
+Deliberately not here: gradients (`straight_through`), foreign layouts (`kernels.layouts`: 128x4 tiles, high nibble
+first, encode scales).
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from qatpatch.linear import LinearState, NVFP4Linear, QATLinear
 from qatpatch.plan import RECORD, Action, Plan, build_plan, patched_modules
 from qatpatch.profiles import Profile
 from qatpatch.receipts import LayerReceipt, PatchReport
+from qatpatch.reuse import input_group
 from qatpatch.switch import Switch
 from qatpatch.units import is_graph, is_hooked, layer_at, replace_layer, unwrap
 
@@ -274,7 +275,7 @@ def _commit(model: nn.Module, action: Action, switch: Switch) -> None:
     if action.kind == "attention":
         dispatch.attach(module, action.scheme, switch)
         return
-    module.quantization = LinearState(action.settings, switch)
+    module.quantization = LinearState(action.settings, switch, input_group(action.paths[0]))
     module.__class__ = QATLinear
 
 

@@ -38,10 +38,11 @@ _REENTRANT_FORWARD = torch.utils.checkpoint.CheckpointFunction.forward.__code__
 class Call:
     """One forward of one layer: alive as long as the graph it is part of."""
 
-    __slots__ = ("mode", "differentiated", "_code", "__weakref__")
+    __slots__ = ("mode", "differentiated", "_code", "_codes", "__weakref__")
 
-    def __init__(self, mode: Any) -> None:
+    def __init__(self, mode: Any, codes: dict[Any, torch.Tensor]) -> None:
         self.mode = mode
+        self._codes = codes  # those of the layer: making one costs more than the rest of a call
         self.differentiated = False
         self._code: torch.Tensor | None = None
 
@@ -49,7 +50,11 @@ class Call:
     def code(self) -> torch.Tensor:
         """The mode as a tensor (), int64, on the CPU, for a graph to save: a recomputation replaces it by its own."""
         if self._code is None:
-            self._code = torch.tensor(_number(self.mode), device="cpu")
+            self._code = self._codes.get(self.mode)
+            if self._code is None:
+                self._code = torch.tensor(_number(self.mode), device="cpu")
+                if type(self._code) is torch.Tensor:  # not a fake one, of a mode that is active now
+                    self._codes[self.mode] = self._code
         return self._code
 
     def confirm(self, recomputed: torch.Tensor) -> None:
@@ -73,6 +78,7 @@ class CallHistory:
 
     def __init__(self) -> None:
         self._calls: list[weakref.ref[Call]] = []
+        self._codes: dict[Any, torch.Tensor] = {}
         self._without_graph: set[Any] = set()
         self._latest: Any = None
         self._recomputed = False
@@ -105,7 +111,7 @@ class CallHistory:
             raise RuntimeError(f"{_ADVICE} (its forwards ran as {' and '.join(sorted(map(str, self._without_graph)))})")
         # Without any, nothing that this layer computed is part of what is differentiated: only its repetition must fit.
         known = next(iter(self._without_graph), mode if self._latest is None else self._latest)
-        return known, Call(known) if torch.is_grad_enabled() else None
+        return known, Call(known, self._codes) if torch.is_grad_enabled() else None
 
     def _ordinary(self, mode: Any, training: bool) -> tuple[Any, Call | None]:
         if self._recomputed:
@@ -116,7 +122,7 @@ class CallHistory:
                 self._without_graph.add(mode)
             return mode, None
         self._latest = mode
-        call = Call(mode)
+        call = Call(mode, self._codes)
         self._calls = [ref for ref in self._calls if ref() is not None]
         self._calls.append(weakref.ref(call))
         return mode, call

@@ -1,6 +1,6 @@
-"""Swaps: `infer_attention`, `dense`, `stage`. Contexts that change what a patched model computes, and restore it.
+"""Swaps: `infer_attention`, `dense`, `stage`, `reuse_weights`. Contexts that change how a patched model computes.
 
-All three open a block on the model's `Switch`. On any exit (exceptions and interrupts included) exactly their own block
+All open a block on the model's `Switch`. On any exit (exceptions and interrupts included) exactly their own block
 closes, so blocks may nest and close in any order, and no other model is touched.
 """
 
@@ -18,6 +18,7 @@ from qatpatch import kernels
 from qatpatch.errors import PlanError, nearest
 from qatpatch.patch import Record, attention_states, device_of, is_purged, layer_state, patch_record
 from qatpatch.receipts import SwapReceipt
+from qatpatch.reuse import KeptWeights
 from qatpatch.switch import AttentionChoice
 from qatpatch.units import layer_at, unwrap
 
@@ -27,13 +28,18 @@ STAGES = ("base", "refine")
 
 
 @contextlib.contextmanager
-def infer_attention(model: nn.Module, kernel: str | None = None) -> Iterator[SwapReceipt]:
+def infer_attention(
+    model: nn.Module, kernel: str | None = None, *, memory_limit: int | None = None
+) -> Iterator[SwapReceipt]:
     """Run the model's QAT attentions with the inference kernel: for validation while training.
+
+    Inside, quantized weights are kept from step to step, as by `reuse_weights`, unless such a scope is open already.
 
     Args:
         model: a patched model, or a wrapper of one.
         kernel: a kernel's name, ``"native"`` for FP4 tensor cores only, a scheme (``"sage3"``, ``"fa4"``), or None for
             the first usable kernel of the trained scheme. Of another scheme the receipt says ``simulated=no``.
+        memory_limit: bytes for the quantized weights that are kept, see `reuse_weights`; 0 keeps none.
 
     Yields:
         A `SwapReceipt`. On a deployed model, whose attentions run the inference kernel anyway, nothing changes.
@@ -64,8 +70,49 @@ def infer_attention(model: nn.Module, kernel: str | None = None) -> Iterator[Swa
         native=row.native,
         note=note,
     )
-    with _block(record, receipt, attention=choice):
+    weights = record.switch.weights
+    if weights is None or memory_limit is not None:
+        weights = _kept_weights(memory_limit)
+    with _block(record, receipt, attention=choice, weights=weights):
         yield receipt
+
+
+@contextlib.contextmanager
+def reuse_weights(model: nn.Module, *, memory_limit: int | None = None) -> Iterator[KeptWeights]:
+    """Keep quantized weights for as long as they do not change: around a training loop or a sampling loop.
+
+    With gradient checkpointing each weight is quantized for the forward and again for its recomputation, with gradient
+    accumulation for every micro-batch; inside this block a weight that did not change is only read and compared (how,
+    and why no stale copy can be used: `qatpatch.reuse`). Compiled regions and weights of under a million elements on a
+    GPU are quantized as usual, and so are weights that the limit leaves no room for.
+
+    Args:
+        model: a patched model, or a wrapper of one. Deployed layers have nothing to keep.
+        memory_limit: bytes for what is kept, two bytes a weight and a little on a GPU. None: an eighth of a CUDA
+            device's memory, elsewhere 1 GiB; 0 keeps nothing.
+
+    Yields:
+        `KeptWeights`, which says how many weights and bytes are kept.
+
+    Raises:
+        PlanError: the model is not patched.
+        ValueError: a negative limit.
+    """
+    record = patch_record(unwrap(model))
+    weights = _kept_weights(memory_limit)
+    key = object()
+    try:
+        record.switch.open(key, weights=weights)
+        yield weights
+    finally:
+        record.switch.close(key)
+        weights.clear()
+
+
+def _kept_weights(memory_limit: int | None) -> KeptWeights:
+    if memory_limit is not None and memory_limit < 0:
+        raise ValueError(f"memory_limit is a number of bytes, 0 to keep nothing; got {memory_limit}")
+    return KeptWeights(memory_limit)
 
 
 @contextlib.contextmanager

@@ -2,10 +2,9 @@
 
 Every patched layer of a model refers to the same switch, so that a swap is one assignment and cannot be half done.
 There
-are three axes: ``linear``, ``attention`` and ``stage``. Each takes the value of the innermost block still open that
-sets it, and
-None (the original state) when there is none; blocks may close in any order. Copies and pickles start with no block
-open.
+are four axes: ``linear``, ``attention``, ``stage`` and ``weights``. Each takes the value of the innermost block still
+open that sets it, and None (the original state) when there is none; blocks may close in any order. Copies and pickles
+start with no block open.
 
 The switch also says who shares the model's sequences (``context``), which every layer must know too.
 """
@@ -17,7 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-AXES = ("linear", "attention", "stage")
+from qatpatch.reuse import KeptWeights, SharedInput
+
+AXES = ("linear", "attention", "stage", "weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class Switch:
         linear: ``"dense"`` or None.
         attention: an `AttentionChoice` or None.
         stage: ``"base"``, ``"refine"`` or None.
+        weights: the scope's `KeptWeights` or None.
+        input: the quantized input that projections of one attention share.
         context: gives the process group whose ranks each hold a shard of the model's tokens, None where nobody does;
             itself None where the layers are no part of a whole patched model.
     """
@@ -44,6 +47,8 @@ class Switch:
         self.linear: str | None = None
         self.attention: AttentionChoice | None = None
         self.stage: str | None = None
+        self.weights: KeptWeights | None = None
+        self.input = SharedInput()
         self.context: Callable[[], Any] | None = None
         self._open: list[tuple[object, dict[str, Any]]] = []
 

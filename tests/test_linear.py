@@ -124,7 +124,7 @@ class TestForward:
     def test_foreign_scales(self, rule, dtype):
         """A weight and an input scale that no rule of ours would give."""
         x, weight, bias = normal(128, 512, dtype=dtype), normal(96, 512, seed=5) * 0.05, normal(96, seed=3, dtype=dtype)
-        q = nvfp4.quantize(weight, global_scale=7.77e-5)
+        q, scale = nvfp4.quantize(weight, global_scale=7.77e-5), 2.0**-10 if rule == "pow2" else 0.00123
         layer = NVFP4Linear(
             packed=q.packed,
             block_scale=q.block_scale.view(torch.uint8),
@@ -133,9 +133,9 @@ class TestForward:
             bias=nn.Parameter(bias),
             dense_weight=None,
             dtype=dtype,
-            quantization=LinearState(LinearSettings(input_scale="static", static_scale=0.00123, global_scale=rule)),
+            quantization=LinearState(LinearSettings(input_scale="static", static_scale=scale, global_scale=rule)),
         )
-        exact = oracle_values(x, 0.00123) @ oracle_values(weight, 7.77e-5).T + bias.double()
+        exact = oracle_values(x, scale) @ oracle_values(weight, 7.77e-5).T + bias.double()
         assert_one_rounding(layer(x), exact)
 
     @pytest.mark.parametrize("columns", [8, 24, 60, 100])
@@ -172,9 +172,10 @@ class TestForward:
         assert_one_rounding(layer(x), exact)
         assert rms(oracle_values(x, 1.0) - oracle_values(x)) > 0
 
-    def test_static_input_scale(self):
-        layer, x = patched_linear(input_scale="static", static_scale=0.0321), normal(6, 64)
-        exact = oracle_values(x, 0.0321) @ oracle_values(layer.weight).T + layer.bias.double()
+    @pytest.mark.parametrize(("rule", "scale"), [("pow2", 2.0**-5), ("amax", 0.0321)])
+    def test_static_input_scale(self, rule, scale):
+        layer, x = patched_linear(input_scale="static", static_scale=scale, global_scale=rule), normal(6, 64)
+        exact = oracle_values(x, scale) @ oracle_values(layer.weight, rule=rule).T + layer.bias.double()
         assert_one_rounding(layer(x), exact)
         for uncalibrated in (patched_linear(input_scale="static"), packed_linear(input_scale="static")):
             with pytest.raises(RuntimeError, match="qatpatch.calibrate"):
@@ -454,7 +455,7 @@ class TestPacked:
             {"global_scale": "amax"},
             {"activations": False},
             {"input_scale": "unit"},
-            {"input_scale": "static", "static_scale": 0.0321},
+            {"input_scale": "static", "static_scale": 0.0321, "global_scale": "amax"},
             {"backward": "quantized", "bias": False},
         ],
         ids=str,
@@ -736,7 +737,9 @@ class TestCompiled:
         assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*results, strict=True))
 
     @pytest.mark.parametrize(
-        "settings", [{}, {"activations": False}, {"input_scale": "static", "static_scale": 0.0321}], ids=str
+        "settings",
+        [{}, {"activations": False}, {"input_scale": "static", "static_scale": 0.0321, "global_scale": "amax"}],
+        ids=str,
     )
     def test_evaluation_equals_eager(self, settings):
         layer, x = patched_linear(60, **settings).eval(), normal(2, 5, 60)

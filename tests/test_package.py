@@ -30,7 +30,7 @@ LEVELS = (
     ("nvfp4",),
     ("kernels",),
     ("straight_through",),
-    ("recomputation",),
+    ("recomputation", "reuse"),
     ("switch",),
     ("parallel",),
     ("linear", "attention"),

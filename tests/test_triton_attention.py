@@ -380,34 +380,27 @@ def test_launches_specialise_and_compile():
 
 
 def check_launch() -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
+    """Every launch up to the driver, through the JIT and then directly: both must choose the same kernel."""
+    import fake_driver
 
     from qatpatch.kernels import triton_attention as kernels
     from qatpatch.kernels import triton_attention_dense as dense
     from qatpatch.kernels.triton_attention_launch import Call
 
-    class Device:
-        def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self):
-            return 0
-
-        def get_current_stream(self, device=None):
-            return 0
-
-    real = JITFunction.run
-    JITFunction.run = lambda self, *args, grid, warmup, **options: real(self, *args, grid=grid, warmup=True, **options)
-    driver.set_active(Device())
+    jit, direct = fake_driver.install(90, CAPABILITIES[90])
     Call.interpreted = property(lambda self: False)
     q, k, v, d_out = (x.bfloat16() for x in made(2, 30, 70, 3, 64))
-    for scheme, mask in (("sage3", None), ("fa4", torch.ones(2, 1, 1, 70, dtype=torch.bool))):
-        fixed = {"scheme": scheme, "scale": 0.125, "attn_mask": mask}
-        forward = kernels.forward(q, k, v, train=True, **fixed)
-        kernels.backward(d_out, q, k, v, *forward[1:], **fixed)
-    dense.operands(kernels._prepare(q, k, v, "fa4", 0.125, None))
+    padding = torch.ones(2, 1, 1, 70, dtype=torch.bool)
+    for scheme, mask, scale in (("sage3", None, 0.125), ("fa4", padding, 0.125), ("sage3", padding.float(), 1)):
+
+        def both(fixed={"scheme": scheme, "scale": scale, "attn_mask": mask}):  # noqa: B006
+            forward = kernels.forward(q, k, v, train=True, **fixed)
+            kernels.forward(q, k, v, train=False, **fixed)
+            kernels.backward(d_out, q, k, v, *forward[1:], **fixed)
+
+        fake_driver.twice(both, jit, direct)
+    fake_driver.twice(lambda: dense.operands(kernels._prepare(q, k, v, "fa4", 0.125, None)), jit, direct)
+    assert {"forward_kernel", "query_gradient_kernel", "key_value_gradient_kernel"} < set(direct), direct
 
 
 # --- the host's part -------------------------------------------------------------------------------------------------

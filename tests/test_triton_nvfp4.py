@@ -14,6 +14,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
 from multiprocessing import get_context
@@ -29,7 +30,7 @@ CAPABILITIES = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 12
 # The integers in ALIGNED are compiled as multiples of 16.
 ALIGNED = ("columns", "row_stride", "N", "K", "a_stride", "b_stride")
 POINTERS = {
-    "peaks": "*fp32", "stats": "*fp32", "words": "*i32", "scales": "*u8",
+    "peaks": "*fp32", "stats": "*fp32", "prints": "*i32", "words": "*i32", "scales": "*u8",
     "scale": "*fp32", "x_scale": "*fp32", "w_scale": "*fp32",
     "bias": "*bf16", "alpha_a": "*fp32", "alpha_b": "*fp32",
 }  # fmt: skip
@@ -46,6 +47,7 @@ CASES = {
     "operand, rows": ("operand_kernel", "fp16", "OPERAND_TILE", {"APPLY": False, **ROWS}),
     "pow2 operand": ("operand_kernel_pow2", "bf16", "OPERAND_TILE", FLAT),
     "pow2 operand, rows": ("operand_kernel_pow2", "fp32", "OPERAND_TILE", ROWS),
+    "kept operand": ("kept_operand_kernel_pow2", "bf16", "OPERAND_TILE", {}),
     "repair": ("repair_kernel_pow2", "bf16", "OPERAND_TILE", {"CHUNK": 4096, "LANES": 64, **FLAT}),
     "pow2 pair": ("operand_pair_kernel_pow2", "bf16", "OPERAND_TILE", FLAT),
     "repair, pair": ("repair_pair_kernel_pow2", "bf16", "OPERAND_TILE", {"CHUNK": 4096, "LANES": 64, **FLAT}),
@@ -90,7 +92,7 @@ def _compile(name: str, capability: int) -> str:
     source = ASTSource(kernel, signature, constants, attributes)
     built = triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     problems = []
-    if (dtype, constants.get("FLAT")) == ("bf16", True) and "v4.b32" not in built.asm["ptx"]:
+    if dtype == "bf16" and constants.get("FLAT", name == "kept operand") and "v4.b32" not in built.asm["ptx"]:
         problems.append("moves less than 16 bytes at a time")
     if ".ftz" in built.asm["ptx"]:
         problems.append("flushes subnormal numbers")
@@ -144,7 +146,7 @@ def test_newton_step_gives_the_rounded_reciprocal_of_every_block_scale():
 
 
 def _child(task: str, **environment: str) -> str:
-    search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    search_path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, __file__, task],
         env={**os.environ, "PYTHONPATH": search_path, **environment},
@@ -235,6 +237,7 @@ def interpreted_checks() -> None:
             _same(launch.operand(x, scale, torch.float32, apply, tile), dense, name, "operand")
             back = launch.dequantize(packed, block_scale, scale, x.shape[-1], torch.float32, apply, tile)
             _same(back, dense, name, "dequantized")
+    _check_kept(launch, nvfp4, tile)
     for rows, columns, depth in ((5, 24, 40), (33, 17, 64), (1, 16, 0)):
         a, b, bias = torch.randn(rows, depth).half(), torch.randn(columns, depth).half(), torch.randn(columns)
         alpha, beta = torch.tensor(3e38), torch.tensor(1e-38)  # total * alpha alone would overflow
@@ -244,6 +247,47 @@ def interpreted_checks() -> None:
         if not torch.allclose(out.double(), wanted, rtol=1e-5, atol=1e-5):
             raise SystemExit(f"matmul {rows} x {depth} x {columns}: {(out - wanted).abs().max()} off")
     print("all exact")
+
+
+def _check_kept(launch, nvfp4, tile) -> None:
+    """A kept weight: after any change the bits of a fresh quantization, and what did not change is not written."""
+    weight = torch.randn(40, 64).half()  # ten tiles of 16 blocks
+    kept = launch.kept_buffers(weight, torch.float32, tile)
+
+    def step(what: str, untouched: int) -> None:
+        """Quantize; ``untouched`` tiles, poisoned before, must have been left alone, and the rest must be right."""
+        before = kept.operand.clone()
+        poison = kept.operand.view(10, -1)
+        poison[:, 0] = 12345.0
+        found, scale = launch.kept_operand_pow2(weight, kept, tile)
+        left = poison[:, 0] == 12345.0
+        if int(left.sum()) != untouched:
+            raise SystemExit(f"kept, {what}: {int(left.sum())} tiles untouched instead of {untouched}")
+        poison[:, 0] = torch.where(left, before.view(10, -1)[:, 0], poison[:, 0])
+        wanted = nvfp4.choose_global_scale(weight.float())
+        _same(scale, wanted, "kept scale", what)
+        _same(found, nvfp4.round_to_nvfp4(weight.float(), wanted, dtype=torch.float32), "kept operand", what)
+
+    step("first", 0)
+    step("unchanged", 10)
+    weight.data.view(-1)[300] += 0.5  # what no version counter shows
+    step("one element", 9)
+    weight.data.view(-1)[[5, 6]] = weight.view(-1)[[6, 5]]
+    step("two elements of one word changed places", 9)
+    weight.data.view(-1)[[2, 200]] = weight.view(-1)[[200, 2]]
+    step("two elements of one tile changed places", 9)
+    weight.data.view(-1)[1030] = -weight.view(-1)[1030]
+    step("a sign", 9)
+    weight.data.view(-1, 16)[3] *= 1e-3
+    weight.data.view(-1)[2440] = 100.0  # another global scale: the small block's scale becomes subnormal
+    step("a subnormal block scale by another tile's amax", 8)
+    step("the same", 9)  # the repaired tile is done again each time
+    weight.data.view(-1)[2440] = 0.5
+    step("normal again: what the repair wrote is stale", 8)
+    step("and kept", 10)
+    weight.data.view(-1)[0] = float("nan")
+    step("NaN", 9)
+    step("NaN kept", 10)
 
 
 def _same(found: torch.Tensor, wanted: torch.Tensor, *what: str) -> None:
@@ -259,69 +303,24 @@ def _same(found: torch.Tensor, wanted: torch.Tensor, *what: str) -> None:
 
 
 def launch_checks() -> None:
-    """Run in the child process: every launch up to the driver, on a driver that claims an sm_90 device.
+    """Run in the child process: every launch of this module's kernels."""
+    from qatpatch.kernels import triton_nvfp4_launch as launch
+
+    check_launches(90, _launches(launch), {kernel for kernel, *_ in CASES.values()})
+
+
+def check_launches(capability: int, calls: Iterable[Callable[[], object]], kernels: set[str]) -> None:
+    """Launches up to the driver, on a driver that claims a device of ``capability``; ``kernels`` are all launched.
 
     Each call is made twice: the first time through Triton's JIT, which compiles, the second time directly. What a
     direct launch runs must be what the JIT chooses for the same arguments.
     """
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
+    import fake_driver
 
-    from qatpatch.kernels import triton_nvfp4_launch as launch
-
-    run, direct = JITFunction.run, []
-
-    class Utils:
-        def get_device_properties(self, device):
-            return {"max_shared_mem": CAPABILITIES[90]}
-
-        def load_binary(self, name, kernel, shared, device):
-            return object(), name, 0, 0, 1024
-
-        def unload_module(self, module):
-            pass
-
-    class Launch:
-        def __init__(self, source, metadata):
-            self.kernel, self.metadata = source.fn, metadata
-
-        def __call__(self, x, y, z, stream, function, packed_metadata, launch_metadata, enter, leave, *args):
-            options = {name: getattr(self.metadata, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
-            chosen = run(self.kernel, *args, grid=(x, y, z), warmup=True, **options)
-            if chosen.metadata.hash != self.metadata.hash or (y, z) != (1, 1) or stream != 77:
-                raise SystemExit(f"{self.kernel.fn.__name__}: the direct launch runs another kernel for {args}")
-            direct.append(self.kernel.fn.__name__)
-
-    class Device:
-        utils, launcher_cls = Utils(), Launch
-
-        def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self):
-            return -1  # of tensors on the CPU
-
-        def get_current_stream(self, device=None):
-            return 77
-
-    jit = []
-
-    def compile_only(self, *args, grid, warmup, **options):
-        jit.append(self.fn.__name__)
-        return run(self, *args, grid=grid, warmup=True, **options)
-
-    JITFunction.run = compile_only
-    driver.set_active(Device())
-    for call in _launches(launch):
-        before, launched = len(jit), len(direct)
-        call()
-        once = len(jit) - before + len(direct) - launched
-        compiled, launched = len(jit), len(direct)
-        call()
-        if len(jit) != compiled or len(direct) - launched != once:
-            raise SystemExit(f"the second time {jit[compiled:]} went through the JIT, {direct[launched:]} directly")
-    if set(direct) != {kernel for kernel, *_ in CASES.values()}:
+    jit, direct = fake_driver.install(capability, CAPABILITIES[capability])
+    for call in calls:
+        fake_driver.twice(call, jit, direct)
+    if set(direct) != kernels:
         raise SystemExit(f"launched directly: {sorted(set(direct))}")
     print(f"all compiled: {len(jit)} by the JIT, {len(direct)} direct")
 
@@ -348,6 +347,9 @@ def _launches(launch):
         yield lambda x=x, scale=scale: launch.quantize(x, scale)
         yield lambda x=x, scale=scale: launch.operand(x, scale, x.dtype, True)
         yield lambda x=x: launch.operand_pow2(x, x.dtype)
+        if launch.is_keepable(x):
+            kept = launch.kept_buffers(x, x.dtype)
+            yield lambda x=x, kept=kept: launch.kept_operand_pow2(x, kept)
         yield lambda x=x: launch.operand_pair_pow2(x, x[: len(x) // 2 + 1], x.dtype)
         yield lambda x=x, p=packed, b=block_scale: launch.dequantize(p, b, one, x.shape[-1], x.dtype, True)
     for x in alike:

@@ -70,7 +70,7 @@ class Kernel:
 
     def folded(self, rule: str, dtype: torch.dtype) -> bool:
         """Whether operands of compute dtype ``dtype`` hold their global scale."""
-        return self.folds_pow2 and rule == "pow2" and dtype is torch.bfloat16
+        return self.folds_pow2 and rule == "pow2" and self.operand_dtype(dtype) is torch.bfloat16
 
     def unavailable_reason(self, device: torch.device | str) -> str | None:
         """Why this kernel cannot run on ``device``; None when it can."""

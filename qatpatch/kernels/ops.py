@@ -147,26 +147,30 @@ matmul = _define(
 
 
 class Calls(NamedTuple):
-    """The functions above as a caller finds them, with the operators' signatures."""
+    """The functions above as a caller finds them, with the operators' signatures.
+
+    ``direct``: they are what is behind the operators.
+    """
 
     operand: Callable
     operands: Callable
     packed_operand: Callable
     quantize: Callable
     matmul: Callable
+    direct: bool
 
 
-_OPERATORS = Calls(operand, operands, packed_operand, quantize, matmul)
-_DIRECT = Calls(_operand, _operands, _packed_operand, _quantize, _matmul)
+_OPERATORS = Calls(operand, operands, packed_operand, quantize, matmul, False)
+_DIRECT = Calls(_operand, _operands, _packed_operand, _quantize, _matmul, True)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def calls(x: torch.Tensor, weight: torch.Tensor) -> Calls:
-    """What to call for these operands where gradients are off: the operators, or what is behind them.
+def is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether nobody could tell operators from what is behind them.
 
-    The latter where nobody could tell: plain tensors with memory; no compiler, dispatch mode or functorch transform.
+    That is, plain tensors with memory; no compiler, dispatch mode or functorch transform.
     """
-    plain = (
+    return (
         not torch.compiler.is_compiling()
         and type(x) in _PLAIN
         and type(weight) in _PLAIN
@@ -174,4 +178,8 @@ def calls(x: torch.Tensor, weight: torch.Tensor) -> Calls:
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
     )
-    return _DIRECT if plain else _OPERATORS
+
+
+def calls(x: torch.Tensor, weight: torch.Tensor) -> Calls:
+    """What to call for these operands where gradients are off: the operators, or, if plain, what is behind them."""
+    return _DIRECT if is_plain(x, weight) else _OPERATORS

@@ -28,6 +28,36 @@ def operands(
     return *operand(x, global_scale=x_scale, rule=rule), *operand(weight, global_scale=None, rule=rule)
 
 
+class KeptOperand:
+    """The operand of a weight (N, K), and the weight that it was made of. See `qatpatch.reuse`."""
+
+    def __init__(self, weight: torch.Tensor, rule: str) -> None:
+        self._rule = rule
+        self._made = self._make(weight)
+
+    def _make(self, weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        copy = weight.detach().clone()
+        return copy, operand(copy, global_scale=None, rule=self._rule)
+
+    @property
+    def nbytes(self) -> int:
+        copy, made = self._made
+        return sum(t.numel() * t.element_size() for t in (copy, *made))
+
+    def operand(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`operand` of ``weight``: what is kept, if every bit of the weight is as it was."""
+        bits = torch.int16 if weight.element_size() == 2 else torch.int32
+        made = self._made  # replaced as a whole: another thread sees the old pair or the new one
+        if weight.shape != made[0].shape or not torch.equal(weight.view(bits), made[0].view(bits)):
+            made = self._made = self._make(weight)
+        return made[1]
+
+
+def keep(weight: torch.Tensor, rule: str) -> KeptOperand:
+    """The operand of ``weight`` (N, K) for as long as it does not change."""
+    return KeptOperand(weight, rule)
+
+
 def packed_operand(
     packed: torch.Tensor,
     block_scale: torch.Tensor,

@@ -130,7 +130,7 @@ def _prepare(
             alive = alive.view(torch.uint8)
         if mask.dtype == torch.bool:
             mask = mask.view(torch.uint8)
-    return Call(q=q, k=k, v=v, scheme=scheme, scale=scale, kind=kind, mask=mask, alive=alive)
+    return Call(q=q, k=k, v=v, scheme=scheme, scale=float(scale), kind=kind, mask=mask, alive=alive)
 
 
 def _empty_forward(

@@ -153,6 +153,8 @@ def query_gradient_kernel(
 
 @triton.jit(do_not_specialize=["query_length", "query_padded", "key_length", "padded_length", "heads"])
 def key_value_gradient_kernel(
+    d_key_ptr,
+    d_value_ptr,
     query_rows,
     d_out_rows,
     key_rows,
@@ -161,8 +163,6 @@ def key_value_gradient_kernel(
     mask_ptr,
     shift_ptr,
     delta_ptr,
-    d_key_ptr,
-    d_value_ptr,
     query_length,
     query_padded,
     key_length,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from qatpatch.kernels.triton_attention_launch import Call, bsh_strides
+from qatpatch.kernels.triton_attention_launch import Call, bsh_strides, launcher
 from qatpatch.kernels.triton_attention_operands import quantize_query_key_kernel
 
 _GROUP = 16
@@ -36,21 +36,9 @@ def operands(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     queries = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     keys = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     programs = [triton.cdiv(length, _GROUP) * batch * heads for length in (query_length, k.shape[1])]
-    quantize_query_key_kernel[(sum(programs),)](
-        q,
-        k,
-        queries,
-        keys,
-        programs[0],
-        query_length,
-        k.shape[1],
-        heads,
-        *bsh_strides(q),
-        *bsh_strides(k),
-        HEAD_DIM=head_dim,
-        ROWS=_GROUP,
-        num_warps=1,
-        enable_fp_fusion=False,
+    numbers = programs[0], query_length, k.shape[1], heads, *bsh_strides(q), *bsh_strides(k)
+    launcher(quantize_query_key_kernel, None, HEAD_DIM=head_dim, ROWS=_GROUP)(
+        sum(programs), (q, k, queries, keys), numbers
     )
     return queries.transpose(1, 2), keys.transpose(1, 2), call.v.transpose(1, 2)
 

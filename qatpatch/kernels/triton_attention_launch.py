@@ -6,6 +6,8 @@ The table is data: it decides speed alone. The same call on the same architectur
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -16,6 +18,7 @@ from qatpatch.kernels.triton_attention_backward import key_value_gradient_kernel
 from qatpatch.kernels.triton_attention_forward import KEY_MASK, forward_kernel
 from qatpatch.kernels.triton_attention_operands import quantize_key_value_kernel
 from qatpatch.kernels.triton_attention_rounding import HIDDEN_LOG2
+from qatpatch.kernels.triton_launch import Launcher
 
 _LOG2_E = 1.4426950408889634
 _TILE = 64
@@ -145,6 +148,7 @@ def launch_forward(
     cut = launch.train if train and call.scheme == "sage3" else launch.infer
     operand = _forward_operand(call)
     keys, values, bias = key_value_operands(call, operand, _TILE)
+    padded_keys = keys.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     keep = train and call.scheme == "sage3"
     out_hp = torch.empty_like(out) if keep else out
@@ -152,25 +156,9 @@ def launch_forward(
     row_sum = torch.empty_like(row_max)
     padded = _round_up(query_length, cut.rows)
     queries = torch.empty((batch * heads, padded, head_dim), dtype=operand, device=q.device)
-    forward_kernel[(padded // cut.rows * batch * heads,)](
-        q,
-        _rows_of(keys, _TILE, cut),
-        _rows_of(values, _TILE, cut),
-        bias,
-        _pointer(call.mask, q),
-        out,
-        out_hp,
-        row_max,
-        row_sum,
-        queries,
-        query_length,
-        padded,
-        call.k.shape[1],
-        keys.shape[1],
-        heads,
-        *call.factors,
-        *bsh_strides(q),
-        *call.mask_strides,
+    run = launcher(
+        forward_kernel,
+        cut,
         HEAD_DIM=head_dim,
         ROWS=cut.rows,
         MASK=call.kind,
@@ -182,10 +170,11 @@ def launch_forward(
         RELOAD=cut.reload,
         TMA=cut.tma,
         OPERAND=_triton_dtype(operand),
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-        enable_fp_fusion=False,
     )
+    keys, values = _rows_of(keys, _TILE, cut), _rows_of(values, _TILE, cut)
+    tensors = q, keys, values, bias, _pointer(call.mask, q), out, out_hp, row_max, row_sum, queries
+    lengths = query_length, padded, call.k.shape[1], padded_keys, heads
+    run(padded // cut.rows * batch * heads, tensors, (*lengths, *call.factors, *bsh_strides(q), *call.mask_strides))
     return out, (out_hp if train else None), row_max, row_sum
 
 
@@ -211,70 +200,54 @@ def launch_backward(
     delta = torch.empty_like(shift)
     lengths = (query_length, padded, key_length, keys.shape[1], heads)
     cut = launch.query_gradient
-    query_gradient_kernel[(padded // cut.rows * batch * heads,)](
-        q,
-        d_out,
-        out_hp.contiguous(),
-        _rows_of(keys, cut.keys, cut),
-        _rows_of(values, cut.keys, cut),
-        bias,
-        _pointer(call.mask, q),
-        row_max,
-        row_sum,
-        d_q,
-        queries,
-        d_out_scaled,
-        shift,
-        delta,
-        *lengths,
-        *call.factors,
-        *bsh_strides(q),
-        *bsh_strides(d_out),
-        *call.mask_strides,
-        HEAD_DIM=head_dim,
+    constants = {
+        "HEAD_DIM": head_dim,
+        "MASK": call.kind,
+        "ADDITIVE": call.additive,
+        "QUANTIZE_P": call.scheme == "sage3",
+        "OPERAND": _triton_dtype(operand),
+    }
+    run = launcher(
+        query_gradient_kernel,
+        cut,
+        **constants,
         ROWS=cut.rows,
         KEYS=cut.keys,
-        MASK=call.kind,
-        ADDITIVE=call.additive,
         TAIL=key_length % cut.keys != 0,
-        QUANTIZE_P=call.scheme == "sage3",
         RELOAD=cut.reload,
         TMA=cut.tma,
-        OPERAND=_triton_dtype(operand),
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-        enable_fp_fusion=False,
     )
+    tensors = (
+        q, d_out, out_hp.contiguous(), _rows_of(keys, cut.keys, cut), _rows_of(values, cut.keys, cut), bias,
+        _pointer(call.mask, q), row_max, row_sum, d_q, queries, d_out_scaled, shift, delta,
+    )  # fmt: skip
+    strides = (*bsh_strides(q), *bsh_strides(d_out), *call.mask_strides)
+    run(padded // cut.rows * batch * heads, tensors, (*lengths, *call.factors, *strides))
     cut = launch.key_value_gradient
-    key_value_gradient_kernel[(triton.cdiv(key_length, cut.keys) * batch * heads,)](
-        _rows_of(queries, cut.rows, cut),
-        _rows_of(d_out_scaled, cut.rows, cut),
-        _rows_of(keys, cut.keys, cut),
-        _rows_of(values, cut.keys, cut),
-        bias,
-        _pointer(call.mask, q),
-        shift,
-        delta,
-        d_k,
-        d_v,
-        *lengths,
-        *call.factors,
-        *call.mask_strides,
-        HEAD_DIM=head_dim,
+    run = launcher(
+        key_value_gradient_kernel,
+        cut,
+        **constants,
         ROWS=cut.rows,
         KEYS=cut.keys,
-        MASK=call.kind,
-        ADDITIVE=call.additive,
-        QUANTIZE_P=call.scheme == "sage3",
         PACKED=not call.interpreted,
         EARLY=cut.early,
         TMA=cut.tma,
-        OPERAND=_triton_dtype(operand),
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-        enable_fp_fusion=False,
     )
+    # d_k first: a tensor tells the launcher its device.
+    rows = tuple(_rows_of(x, cut.rows, cut) for x in (queries, d_out_scaled))
+    columns = tuple(_rows_of(x, cut.keys, cut) for x in (keys, values))
+    tensors = (d_k, d_v, *rows, *columns, bias, _pointer(call.mask, q), shift, delta)
+    blocks = triton.cdiv(key_length, cut.keys)
+    run(blocks * batch * heads, tensors, (*lengths, *call.factors, *call.mask_strides))
     return d_q, d_k, d_v
+
+
+@lru_cache(maxsize=256)
+def launcher(kernel: Any, cut: Launch | None, **constants: Any) -> Launcher:
+    """``kernel`` with compile-time ``constants``, cut as ``cut`` says; None: one warp, nothing pipelined."""
+    options = {"num_warps": 1} if cut is None else {"num_warps": cut.warps, "num_stages": cut.stages}
+    return Launcher(kernel, constants, {**options, "enable_fp_fusion": False})
 
 
 def key_value_operands(
@@ -291,30 +264,18 @@ def key_value_operands(
     # (B, H, S_k): the mask itself where it depends on the key alone, else which keys any query sees.
     mask = call.mask[:, :, 0] if by_key else call.alive
     strides = (0, 0, 0) if mask is None else _broadcast_strides(mask)
-    quantize_key_value_kernel[(padded // _GROUP * batch * heads,)](
-        k,
-        v,
-        _pointer(mask, k),
-        keys,
-        values,
-        bias,
-        key_length,
-        padded,
-        heads,
-        1.0 / call.scale,
-        call.hidden,
-        *bsh_strides(k),
-        *bsh_strides(v),
-        *strides,
+    run = launcher(
+        quantize_key_value_kernel,
+        None,
         HEAD_DIM=head_dim,
         TILE=_GROUP,
         MASKED=mask is not None,
         ADDITIVE=mask is not None and mask.is_floating_point(),
         WRITE_BIAS=by_key,
         QUANTIZE_V=call.scheme == "sage3",
-        num_warps=1,
-        enable_fp_fusion=False,
     )
+    numbers = key_length, padded, heads, 1.0 / call.scale, call.hidden, *bsh_strides(k), *bsh_strides(v), *strides
+    run(padded // _GROUP * batch * heads, (k, v, _pointer(mask, k), keys, values, bias), numbers)
     return keys, values, bias
 
 

@@ -1,8 +1,8 @@
 """The linear kernel row for CUDA GPUs from sm_80 on: Triton quantizers around a 16-bit tensor-core GEMM.
 
-With power-of-two scales in bfloat16 the operands hold their global scale exactly, so the GEMM is cuBLAS with its own
-bias epilogue. Other scales, and float16 (whose range is too small to fold them in), go onto the FP32 accumulator of a
-Triton GEMM. A weight-only layer in float32 runs a float32 GEMM over the dequantized weight.
+With power-of-two scales bfloat16 operands (of float32 layers too) hold their global scale exactly, so the GEMM is
+cuBLAS with its own bias epilogue. Other scales, and float16 (whose range is too small to fold them in), go onto the
+FP32 accumulator of a Triton GEMM. A weight-only layer in float32 runs a float32 GEMM over the dequantized weight.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from qatpatch.kernels import triton_nvfp4_launch as launch
 from qatpatch.kernels.triton_nvfp4_kernels import AMAX, POW2
 
 _ROW = "triton_linear"
+_WORTH_KEEPING = 1 << 20  # elements
 _RULES = {"pow2": POW2.value, "amax": AMAX.value}
 
 
@@ -38,6 +39,32 @@ def operands(
     if x_scale is None and row.folded(rule, x.dtype):
         return launch.operand_pair_pow2(x, weight, row.operand_dtype(x.dtype))
     return *operand(x, global_scale=x_scale, rule=rule), *operand(weight, global_scale=None, rule=rule)
+
+
+class KeptOperand:
+    """The operand of a weight (N, K), and fingerprints of the weight that it was made of. See `qatpatch.reuse`."""
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
+        self._buffers = launch.kept_buffers(weight, dtype)
+        self.nbytes = sum(t.numel() * t.element_size() for t in self._buffers)
+
+    def operand(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`operand` of ``weight``; only tiles that changed are quantized and written."""
+        if not launch.is_keepable(weight):  # it became a view of something else
+            return launch.operand_pow2(weight, self._buffers.operand.dtype)
+        return launch.kept_operand_pow2(weight, self._buffers)
+
+
+def keep(weight: torch.Tensor, rule: str) -> KeptOperand | None:
+    """The operand of ``weight`` (N, K) for as long as it does not change; None where that would save nothing.
+
+    That is where the operand does not hold its global scale, and for small weights, whose quantization takes no longer
+    than its launches.
+    """
+    row = kernel_named(_ROW)
+    if not row.folded(rule, weight.dtype) or weight.numel() < _WORTH_KEEPING or not launch.is_keepable(weight):
+        return None
+    return KeptOperand(weight, row.operand_dtype(weight.dtype))
 
 
 def packed_operand(
@@ -78,9 +105,10 @@ def matmul(
 
     ``x_scale`` is None for a weight-only layer's input.
     """
-    if x.dtype is torch.float32:
-        return torch.nn.functional.linear(x, weight.float() * weight_scale, bias).to(out_dtype)
     folded = kernel_named(_ROW).folded(rule, x.dtype)
+    if x.dtype is torch.float32:
+        dense = weight.float() if folded else weight.float() * weight_scale
+        return torch.nn.functional.linear(x, dense, bias).to(out_dtype)
     if folded and out_dtype is x.dtype:
         return torch.nn.functional.linear(x, weight, bias)
     if folded or x_scale is None:

@@ -157,6 +157,40 @@ def operand_pow2(x: Tensor, dtype: torch.dtype, tile: Tile = OPERAND_TILE) -> tu
     return out, scale
 
 
+class KeptBuffers(NamedTuple):
+    """A 16-bit weight's operand, what its tiles were made of, and its global scale ()."""
+
+    operand: Tensor
+    stats: Tensor  # (2, tiles) float32
+    prints: Tensor  # (tiles, 2) int32
+    scale: Tensor
+
+
+def is_keepable(weight: Tensor) -> bool:
+    """Whether `kept_operand_pow2` can read ``weight``: whole blocks in a row, of 16-bit elements, by 32-bit words."""
+    return _is_flat(weight) and weight.element_size() == 2 and weight.storage_offset() % 2 == 0
+
+
+def kept_buffers(weight: Tensor, dtype: torch.dtype, tile: Tile = OPERAND_TILE) -> KeptBuffers:
+    tiles = _tiles(weight.numel() // BLOCK_SIZE, tile)
+    # A tile whose floor is zero is made anew.
+    stats = weight.new_zeros(2 * tiles, dtype=torch.float32)
+    prints = weight.new_zeros(2 * tiles, dtype=torch.int32)
+    return KeptBuffers(_empty(weight, dtype), stats, prints, weight.new_ones((), dtype=torch.float32))
+
+
+def kept_operand_pow2(weight: Tensor, kept: KeptBuffers, tile: Tile = OPERAND_TILE) -> tuple[Tensor, Tensor]:
+    """`operand_pow2` in ``kept``'s memory; tiles that hold what they held last time are read and not written."""
+    blocks = weight.numel() // BLOCK_SIZE
+    tiles = _tiles(blocks, tile)
+    out, stats, prints, scale = kept
+    tensors = weight, weight.detach().view(torch.int32), out, stats, prints, scale
+    _launcher("kept_operand_kernel_pow2", tile)(tiles, tensors, (tiles, blocks))
+    repair = _repair_launcher("repair_kernel_pow2", tile, True)
+    repair(min(tiles, REPAIR_PROGRAMS), (weight, out, stats, scale), (tiles, blocks, 1, BLOCK_SIZE, BLOCK_SIZE))
+    return out, scale
+
+
 def operand_pair_pow2(
     x: Tensor, weight: Tensor, dtype: torch.dtype, tile: Tile = OPERAND_TILE
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
