@@ -215,6 +215,19 @@ class Train(Section):
     threads: Annotated[int, Field(ge=1)] | None = None
 
 
+class Lora(Section):
+    """Low-rank adapters: only they are trained, and they are merged before the model is packed.
+
+    Attributes:
+        targets: ends of the names of the layers that get one.
+        alpha: the adapters' product is scaled by ``alpha / rank``; by default 1.
+    """
+
+    rank: Annotated[int, Field(ge=1)] = 32
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+
+
 class Parallel(Section):
     """How several processes (``torchrun``, ``accelerate launch``) share the work. With one, nothing is shared.
 
@@ -290,6 +303,7 @@ class Recipe(Section):
     quantization: Quantization = Quantization()
     flow: Flow
     train: Train
+    lora: Lora | None = None
     parallel: Parallel = Parallel()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()

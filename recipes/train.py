@@ -43,6 +43,7 @@ try:
     import yaml
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
+    from adapters import add_adapters, merge_adapters
     from clips import read_clip, write_video
     from context import enable_context_parallel
     from diffusers.training_utils import EMAModel
@@ -224,9 +225,13 @@ def start(run: Run, resume: Path | None) -> Training:
         share = f"{len(report.linears)} linears ({100 * report.parameters:.0f} % of the parameters)"
         run.say("patch", f"{share} and {len(report.attentions)} attentions, scheme {report.scheme}")
 
+    if recipe.lora is not None:
+        add_adapters(inner, recipe.lora)
+        count = sum(parameter.numel() for parameter in inner.parameters() if parameter.requires_grad)
+        run.say("lora", f"{count / 1e6:.2f} M parameters are trained, of rank {recipe.lora.rank}")
     model = spread(run, inner)
-    optimizer = build_optimizer(options, model.parameters())
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = build_optimizer(options, parameters)
     # All at once is faster, and holds every weight once more.
     ema = EMAModel(parameters, decay=options.ema_decay, foreach=not run.sharded) if options.ema_decay else None
     before, _ = validate(run, model)
@@ -368,6 +373,8 @@ def finish(run: Run, model: torch.nn.Module) -> tuple[dict[str, Scores], list[Sa
     if run.dense:
         samples, rows["trained, dense"] = validate(run, model)
         model = unsharded(run, model, torch.float32)
+        if run.recipe.lora is not None and model is not None:
+            merge_adapters(model)
         if main:
             partial = folder.with_name(f"{folder.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
@@ -386,6 +393,10 @@ def finish(run: Run, model: torch.nn.Module) -> tuple[dict[str, Scores], list[Sa
     if run.sharded and not main:  # the main process has the whole model, the others are done
         run.accelerator.wait_for_everyone()
         return rows, trained
+    if run.recipe.lora is not None:
+        merge_adapters(model)
+        with inference(run, model):
+            trained, rows["adapters merged, quantized"] = generate(run, model)
     report = qatpatch.deploy(model, attention_kernel=run.recipe.quantization.infer_kernel)
     write_report(run, "deploy", report)
     run.say(
@@ -419,6 +430,8 @@ def unsharded(run: Run, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.
     # On meta, since every value comes from the shards.
     with torch.device("meta"):
         whole = transformer_class(run.recipe).from_config(model.config)
+        if run.recipe.lora is not None:
+            add_adapters(whole, run.recipe.lora)
     whole.load_state_dict({n: weights.pop(n).to(dtype, copy=True) for n in list(weights)}, assign=True)
     if not run.dense:
         qatpatch.apply(whole, **run.recipe.quantization.arguments())

@@ -22,6 +22,7 @@ from scores import read_log
 from sharding import state_on_the_cpu
 
 import qatpatch
+from qatpatch import nvfp4
 
 SHARDED = {"sharding": "fsdp2"}
 
@@ -154,6 +155,33 @@ def test_a_teacher_is_the_dense_model_as_it_was(tmp_path, monkeypatch):
     assert first == 0 and min(rest) > 0
     for teacher in teachers[1:]:
         assert_same(teacher, teachers[0])
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_adapters_are_trained_alone_and_merged_into_what_is_packed(tmp_path, sharding, capsys):
+    recipe = write_recipe(
+        tmp_path,
+        train=dict(steps=3, learning_rate=0.05, ema_decay=0.0),
+        lora=dict(rank=4, alpha=8, targets=["attn1.to_q", "ff.net.2"]),
+        parallel={"sharding": sharding},
+        checkpoint=dict(every=3),
+        validation=dict(every=0),
+    )
+    assert train.main([str(recipe)]) == 0
+    assert "deployed model differ from those before deploy by at most 0\n" in capsys.readouterr().out
+    weights = checkpoint_state(tmp_path / "run" / "checkpoints" / "step_000003")["model"]
+    start = train.build_transformer(load_recipe(recipe)).state_dict()
+    base = {name.replace(".base_layer.", "."): t for name, t in weights.items() if "lora_" not in name}
+    assert_same(base, {name: start[name] for name in base})
+    stored = packed(tmp_path / "run")
+    for layer in ("transformer_blocks.0.attn1.to_q", "transformer_blocks.0.ff.net.2"):
+        up, down = (weights[f"{layer}.lora_{side}.default.weight"] for side in "BA")
+        assert up.any()
+        wanted = nvfp4.quantize(base[f"{layer}.weight"] + 2.0 * (up @ down))
+        assert float((stored[f"{layer}.weight_packed"] != wanted.packed).float().mean()) < 1e-3  # the order of two sums
+        assert torch.equal(stored[f"{layer}.weight_global_scale"].view(torch.float32)[0], wanted.global_scale)
+    unadapted = "transformer_blocks.0.attn1.to_k"
+    assert torch.equal(stored[f"{unadapted}.weight_packed"], nvfp4.quantize(base[f"{unadapted}.weight"]).packed)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.yaml")))
