@@ -70,6 +70,7 @@ try:
     from tqdm import tqdm
 
     import qatpatch
+    from qatpatch.linear import QATLinear
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"recipes/train.py needs {error.name}, which is not installed: pip install 'qatpatch[train]' "
@@ -435,6 +436,9 @@ def unsharded(run: Run, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.
     whole.load_state_dict({n: weights.pop(n).to(dtype, copy=True) for n in list(weights)}, assign=True)
     if not run.dense:
         qatpatch.apply(whole, **run.recipe.quantization.arguments())
+        for name, layer in whole.named_modules():
+            if isinstance(layer, QATLinear):  # deploy packs in the dtype that training quantized in
+                layer.quantization.trained_dtype = model.get_submodule(name).quantization.trained_dtype
     return whole.to(run.accelerator.device).eval()
 
 

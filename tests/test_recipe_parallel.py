@@ -123,6 +123,18 @@ def test_one_sharded_process_trains_in_bf16_and_packs_what_it_trained(tmp_path, 
     assert_same(checkpoint_state(tmp_path / "again" / "checkpoints" / "step_000002"), state)
 
 
+def test_one_sharded_process_is_a_plain_one(tmp_path):
+    exports = []
+    for sharding in ("none", "fsdp2"):
+        # Averages are summed in another order, tensor by tensor instead of all at once.
+        options = dict(steps=3, ema_decay=0.0)
+        recipe = write_recipe(tmp_path, train=options, parallel={"sharding": sharding}, validation=dict(every=0))
+        assert train.main([str(recipe), "--output", str(tmp_path / sharding)]) == 0
+        exports.append((tmp_path / sharding / "transformer-nvfp4" / "diffusion_pytorch_model.safetensors").read_bytes())
+    assert losses(tmp_path / "none") == losses(tmp_path / "fsdp2")
+    assert exports[0] == exports[1]
+
+
 def test_quantization_may_start_later(tmp_path):
     quiet = dict(validation=dict(every=0))
     runs = {}

@@ -36,7 +36,7 @@ def soak(recipe: Path, folder: Path, *, kills: int, seed: int = 0, arguments: tu
         before = len(_losses(killed))
         while process.poll() is None and len(_losses(killed)) <= before and not (killed / "scores.json").exists():
             time.sleep(0.05)
-        time.sleep(chance.uniform(0, 2 * seconds / (kills + 1)))
+        time.sleep(chance.uniform(0, seconds / (kills + 1)))
         if process.poll() is not None and process.returncode != 0:
             return [f"the run ended with status {process.returncode} after {done} kills, see {_log(killed)}"]
         process.send_signal(signal.SIGKILL)
