@@ -95,9 +95,10 @@ def quantized_attention(
 
     Raises:
         RuntimeError: gradients are enabled and q, k, v or the mask wants one.
-        ValueError, TypeError, KernelUnavailable: as `qat_attention`.
+        KernelUnavailable: also for a kernel that takes no mask, or gives no log-sum-exp, where it is asked to.
+        ValueError, TypeError: as `qat_attention`.
     """
-    mask = _check_inputs(q, k, v, scheme, attn_mask)
+    mask = _check_inputs(q, k, v, scheme, attn_mask, (*kernels.ATTENTION_SCHEMES, kernels.SMOOTHED_SCHEME))
     operands = {"q": q, "k": k, "v": v} | ({} if mask is None else {"attn_mask": mask})
     wanting = [name for name, x in operands.items() if x.requires_grad]
     if torch.is_grad_enabled() and wanting:
@@ -105,7 +106,12 @@ def quantized_attention(
             f"forward-only attention was given {', '.join(wanting)} with requires_grad=True: "
             "gradients would be lost; leave infer_attention or use torch.no_grad()"
         )
-    name = _kernel_name("infer", scheme, q, kernel)
+    name = _kernel_name("infer", scheme, q, kernel, masked=mask is not None)
+    if return_lse and not kernels.kernel_named(name).returns_lse:
+        raise KernelUnavailable(
+            f"the kernel {name} gives no log-sum-exp; ask for one that does, as kernel='triton_attention' or "
+            "'reference_attention'"
+        )
     out, _, row_max, row_sum = attention_forward(q, k, v, mask, _resolve_scale(scale, q), scheme, name, False)
     return (out, row_max + row_sum.log()) if return_lse else out
 
@@ -189,15 +195,19 @@ def _backward(ctx, d_out, *_):
 attention_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _kernel_name(stage: str, scheme: str, q: torch.Tensor, asked: str | None) -> str:
+def _kernel_name(stage: str, scheme: str, q: torch.Tensor, asked: str | None, masked: bool = False) -> str:
     """The kernel row for a call: the one asked for where it computes the scheme, else the first usable one."""
     if asked is None:
-        return kernels.resolved_name("attention", stage, scheme, str(q.device), q.shape[-1])
+        return kernels.resolved_name("attention", stage, scheme, str(q.device), head_dim=q.shape[-1], masked=masked)
     row = kernels.kernel_named(asked)
     if row.op != "attention" or scheme not in row.schemes:
         raise KernelUnavailable(
             f"kernel={asked!r} was asked to compute attention with scheme {scheme}, and it computes {row.op} with "
             f"{' and '.join(row.schemes)}; leave kernel out, or see qatpatch.list_kernels()"
+        )
+    if masked and not row.honours_masks:
+        raise KernelUnavailable(
+            f"kernel={asked!r} takes no mask, and attn_mask was given; leave kernel out for one that honours it"
         )
     return asked
 
@@ -207,11 +217,16 @@ def _resolve_scale(scale: float | None, q: torch.Tensor) -> float:
 
 
 def _check_inputs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scheme: str, attn_mask: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scheme: str,
+    attn_mask: torch.Tensor | None,
+    schemes: tuple[str, ...] = kernels.ATTENTION_SCHEMES,
 ) -> torch.Tensor | None:
     """Raise on what no kernel can compute; the mask as 4-D. Reads shapes and types alone, never values."""
-    if scheme not in kernels.ATTENTION_SCHEMES:
-        hint = nearest(scheme, kernels.ATTENTION_SCHEMES)
+    if scheme not in schemes:
+        hint = nearest(scheme, schemes)
         raise ValueError(f"scheme={scheme!r} is not a quantized attention scheme{hint}")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:

@@ -34,7 +34,7 @@ from qatpatch.linear import BACKWARDS, COMPUTE_DTYPES, INPUT_SCALES, LinearSetti
 from qatpatch.patch import Record, attention_states, is_purged, patch_record, replace_module
 from qatpatch.plan import RECORD
 from qatpatch.reuse import input_group
-from qatpatch.swap import bind_infer
+from qatpatch.swap import bind_infer, watch_masks
 from qatpatch.switch import AttentionChoice, Switch
 from qatpatch.units import adapters, is_graph, layer_at, unwrap
 
@@ -183,6 +183,7 @@ def _describe(model: nn.Module, record: Record) -> dict[str, Any]:
         "skipped": record.skipped,
         "total_parameters": record.total_parameters,
         "weights": record.weights,
+        "mask_arguments": list(record.mask_arguments),
         "linears": linears,
         "attentions": attentions,
         "computed_buffers": _computed_buffers(model),
@@ -373,7 +374,7 @@ class _ParametersOnMeta(torch.overrides.TorchFunctionMode):
 
 def _prepare(model: nn.Module, description: dict[str, Any], device: torch.device) -> Record:
     """Put packed layers (on meta) and patched attentions in place."""
-    switch = Switch()
+    switch, states = Switch(), []
     for name, layer in description["linears"].items():
         for path in layer["paths"]:
             _expect_linear(model, name, path, layer)
@@ -387,7 +388,8 @@ def _prepare(model: nn.Module, description: dict[str, Any], device: torch.device
         state = dispatch.attention_state(module)
         choice, _ = bind_infer(attention["deployed_scheme"], device, None, state.head_dim)
         state.deployed = AttentionChoice(mode="deployed", scheme=choice.scheme, kernel=choice.kernel)
-    return Record(
+        states.append(state)
+    record = Record(
         profile=description["profile"],
         scheme=description["scheme"],
         staged=bool(description.get("staged")),
@@ -399,7 +401,10 @@ def _prepare(model: nn.Module, description: dict[str, Any], device: torch.device
         weights=int(description.get("weights", 0)),
         switch=switch,
         deployed=True,
+        mask_arguments=tuple(description.get("mask_arguments", ())),
     )
+    watch_masks(model, record, states, [state.deployed for state in states])
+    return record
 
 
 def _packed_on_meta(name: str, layer: dict[str, Any], switch: Switch) -> NVFP4Linear:

@@ -23,9 +23,18 @@ from qatpatch import kernels
 from qatpatch.errors import PlanError
 from qatpatch.graphs import forget_original
 from qatpatch.linear import NVFP4Linear, QATLinear
-from qatpatch.patch import Record, attention_states, device_of, layer_state, move_hooks, patch_record, replace_module
+from qatpatch.patch import (
+    PassedOver,
+    Record,
+    attention_states,
+    device_of,
+    layer_state,
+    move_hooks,
+    patch_record,
+    replace_module,
+)
 from qatpatch.receipts import DeployReport
-from qatpatch.swap import bind_infer
+from qatpatch.swap import bind_infer, watch_masks
 from qatpatch.switch import AttentionChoice
 from qatpatch.units import is_graph, is_hooked, layer_at, unwrap
 
@@ -84,6 +93,7 @@ def deploy(
     for state, choice in attention:
         state.deployed = choice
     record.deployed = True
+    watch_masks(model, record, [state for state, _ in attention], [choice for _, choice in attention])
     return _receipt(model, record, before, allocated, devices, watched, tuple(retained))
 
 
@@ -170,20 +180,26 @@ def _receipt(
     freed = before - after - sum(w.nbytes for name, w in alive.items() if name not in shared)
     if allocated is not None:
         freed = allocated - _allocated(devices)
-    rows = {}
+    rows, passed_over = {}, PassedOver()
     for name, paths in record.linears.items():
         module = layer_at(model, paths[0])
-        rows[name] = kernels.kernel_named(module.quantization.kernel("deploy", module.weight_packed.device))
+        device = module.weight_packed.device
+        rows[name] = kernels.kernel_named(module.kernel(device))
+        passed_over.add(module, rows[name], "deploy", "nvfp4", device)
     for name, paths in record.attentions.items():
         module = layer_at(model, paths[0])
-        state = layer_state("attention", module)
-        rows[name] = kernels.kernel_named(state.kernel(state.deployed, device_of(module, model))[1])
+        state, device = layer_state("attention", module), device_of(module, model)
+        scheme, kernel = state.kernel(state.deployed, device)
+        rows[name] = kernels.kernel_named(kernel)
+        passed_over.add(module, rows[name], "infer", scheme, device)
     report = DeployReport(
         model_class=type(model).__name__,
         packed=tuple(record.linears),
         retained=retained,
         attentions=tuple(record.attentions),
         kernels=rows,
+        architecture=passed_over.architecture,
+        refused=passed_over.refusals,
         bytes_before=before,
         bytes_after=after,
         bytes_freed=freed,

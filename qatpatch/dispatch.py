@@ -62,6 +62,10 @@ class AttentionState:
         self.history = CallHistory()
         self._kernels: dict[tuple[Any, ...], str] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What was resolved holds for this process: a file may be read where other kernels run.
+        return {**vars(self), "_kernels": {}}
+
     @property
     def choice(self) -> AttentionChoice:
         """What the attention runs now."""
@@ -69,15 +73,22 @@ class AttentionState:
             return self.switch.attention
         return self.deployed if self.deployed is not None else _TRAIN
 
-    def kernel(self, choice: AttentionChoice, device: torch.device, head_dim: int | None = None) -> tuple[str, str]:
-        """(scheme, kernel name) of what ``choice`` runs on ``device``, resolved on first use there."""
+    def kernel(
+        self, choice: AttentionChoice, device: torch.device, head_dim: int | None = None, masked: bool = False
+    ) -> tuple[str, str]:
+        """(scheme, kernel name) of what ``choice`` runs on ``device``, resolved on first use there.
+
+        With a mask to honour (``masked``), a kernel that takes none gives way to one of the same scheme.
+        """
         scheme = choice.scheme or self.scheme
-        if choice.kernel is not None:
+        if choice.kernel is not None and (not masked or kernels.honours_masks(choice.kernel)):
             return scheme, choice.kernel
         stage = "train" if choice.mode == "train" else "infer"
-        key = stage, scheme, device, head_dim or self.head_dim
+        key = stage, scheme, device, head_dim or self.head_dim, masked
         if key not in self._kernels:
-            self._kernels[key] = kernels.resolved_name("attention", stage, scheme, str(device), key[3])
+            self._kernels[key] = kernels.resolved_name(
+                "attention", stage, scheme, str(device), head_dim=key[3], masked=masked
+            )
         return scheme, self._kernels[key]
 
 
@@ -145,8 +156,10 @@ def attach(module: nn.Module, scheme: str, switch: Switch) -> None:
     module.processor = processor
     # Entries that come later would invalidate graphs compiled before them.
     backend_entry("dense", "", None)
-    for mode in ("train", "infer", "deployed"):
-        backend_entry(mode, scheme, None)
+    backend_entry("train", scheme, None)
+    for mode in ("infer", "deployed"):
+        for unmasked in (False, True):
+            backend_entry(mode, scheme, None, unmasked)
 
 
 def detach(module: nn.Module) -> None:
@@ -159,13 +172,16 @@ def detach(module: nn.Module) -> None:
 
 
 @torch.compiler.assume_constant_result
-def backend_entry(mode: str, scheme: str, kernel: str | None) -> Any:
-    """The registry entry that runs attention in ``mode``: a constant to the compiler."""
-    return _registered(mode, scheme, kernel)
+def backend_entry(mode: str, scheme: str, kernel: str | None, unmasked: bool = False) -> Any:
+    """The registry entry that runs attention in ``mode``: a constant to the compiler.
+
+    ``unmasked``: the model call's masks mask nothing (`masks`), so that the attention is run without.
+    """
+    return _registered(mode, scheme, kernel, unmasked)
 
 
 @functools.cache
-def _registered(mode: str, scheme: str, kernel: str | None) -> Any:
+def _registered(mode: str, scheme: str, kernel: str | None, unmasked: bool) -> Any:
     """Add an entry to diffusers' registry, on first use."""
     from diffusers.models.attention_dispatch import (
         AttentionBackendName,
@@ -173,7 +189,7 @@ def _registered(mode: str, scheme: str, kernel: str | None) -> Any:
         dispatch_attention_fn,
     )
 
-    name = "_".join(("qatpatch", mode, scheme, kernel or "any"))
+    name = "_".join(("qatpatch", mode, scheme, kernel or "any", *(("unmasked",) if unmasked else ())))
     entry = str.__new__(AttentionBackendName, name)
     entry._name_, entry._value_ = name, name
 
@@ -195,11 +211,13 @@ def _registered(mode: str, scheme: str, kernel: str | None) -> Any:
             out = dispatch_attention_fn(*arguments, backend=dense, parallel_config=_parallel_config)
         else:
             refuse_unsupported(dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
-            name = kernel
+            group, name = _ulysses_group(_parallel_config), kernel
+            # What a rank saw of the masks may not be all: with a shared sequence they are honoured.
+            dropped = unmasked and group is None
             if running is not None:
-                name = running.state.kernel(running.choice, query.device, query.shape[-1])[1]
-            run = functools.partial(run_attention, mode=mode, scheme=scheme, kernel=name)
-            group = _ulysses_group(_parallel_config)
+                masked = attn_mask is not None and not dropped
+                name = running.state.kernel(running.choice, query.device, query.shape[-1], masked)[1]
+            run = functools.partial(run_attention, mode=mode, scheme=scheme, kernel=name, unmasked=dropped)
             if group is None:
                 out = run(query, key, value, attn_mask, scale)
             else:
@@ -266,20 +284,24 @@ def run_attention(
     mode: str,
     scheme: str,
     kernel: str | None,
+    unmasked: bool = False,
 ) -> torch.Tensor:
     """Quantized attention, BSHD in and out, in autocast's dtype where autocast is on (as SDPA does).
 
     Mode ``"train"`` is differentiable, ``"infer"`` refuses to lose gradients, and ``"deployed"`` is ``"infer"``
-    except that adapters
-    on packed layers may train: where gradients are needed it runs the train kernel of the same scheme.
-        ``kernel=None`` is the
-    first usable one.
+    except that adapters on packed layers may train: where gradients are needed it runs the train kernel of the same
+    scheme. ``kernel=None`` is the first usable one, and with a mask so is a kernel that takes none. ``unmasked`` says
+    that ``attn_mask`` masks nothing: it is left out, except where gradients are needed.
     """
     dtype = autocast_dtype(query.device)
     if dtype is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if mode == "deployed" and torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
         mode, kernel = "train", None
+    elif unmasked:
+        attn_mask = None
+    if attn_mask is not None and kernel is not None and not kernels.honours_masks(kernel):
+        kernel = None
     function = qat_attention if mode == "train" else quantized_attention
     return function(query, key, value, scheme=scheme, scale=scale, attn_mask=attn_mask, kernel=kernel)
 
@@ -321,7 +343,8 @@ def _patched_class(base: type) -> type:
         choice = state.choice if running is None else running.choice
         if choice.mode == "dense" and (running is None or running.call is None):
             return state.dense_backend
-        return backend_entry(choice.mode, choice.scheme or state.scheme, choice.kernel)
+        unmasked = state.switch.unmasked and choice.mode in ("infer", "deployed")
+        return backend_entry(choice.mode, choice.scheme or state.scheme, choice.kernel, unmasked)
 
     def write(self: Any, backend: Any) -> None:
         self.quantization.dense_backend = backend

@@ -57,7 +57,9 @@ class QATGraphAttention(nn.Module):
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         dispatch.refuse_unsupported(dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
-        scheme, kernel = state.kernel(choice, query.device, query.shape[-1])
+        unmasked = state.switch.unmasked and choice.mode in ("infer", "deployed")
+        masked = attn_mask is not None and not unmasked
+        scheme, kernel = state.kernel(choice, query.device, query.shape[-1], masked)
         out = dispatch.run_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -67,6 +69,7 @@ class QATGraphAttention(nn.Module):
             mode=choice.mode,
             scheme=scheme,
             kernel=kernel,
+            unmasked=unmasked,
         )
         return out.transpose(1, 2)
 

@@ -87,10 +87,15 @@ class LinearState:
         self.settings = settings
         self.switch = switch or Switch()
         self.group = group
+        self.shares_input = group is not None  # for compilers, to which the groups of all blocks must look alike
         self.trained_dtype: torch.dtype | None = None
         self.calibration: Callable[[torch.Tensor], None] | None = None
         self.history = CallHistory()
-        self._kernels: dict[tuple[str, str, int | None], str] = {}
+        self._kernels: dict[tuple[Any, ...], str] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What was resolved holds for this process: a file may be read where other kernels run.
+        return {**vars(self), "_kernels": {}}
 
     @property
     def mode(self) -> str:
@@ -99,12 +104,24 @@ class LinearState:
         dense = switch.linear == "dense" or (switch.stage == "base" and self.settings.refine_only)
         return "dense" if dense else "quantized"
 
-    def kernel(self, stage: str, device: torch.device) -> str:
-        """The kernel for tensors on ``device``, resolved on first use there."""
-        key = (stage, device.type, device.index)
+    def kernel(
+        self,
+        stage: str,
+        device: torch.device,
+        shape: tuple[int, int] | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> str:
+        """The kernel for tensors on ``device``, resolved on first use there.
+
+        Native ones serve only some shapes (out_features, in_features) and output dtypes, and no unquantized input.
+        """
+        key = (stage, device.type, device.index, shape, out_dtype)
         name = self._kernels.get(key)
         if name is None:
-            name = self._kernels[key] = kernels.resolved_name("linear", stage, "nvfp4", str(device))
+            weight_only = not self.settings.activations
+            name = self._kernels[key] = kernels.resolved_name(
+                "linear", stage, "nvfp4", str(device), shape=shape, weight_only=weight_only, out_dtype=out_dtype
+            )
         return name
 
     def compute_dtype(self, autocast: torch.dtype | None, weight_dtype: torch.dtype, *, training: bool) -> torch.dtype:
@@ -163,7 +180,7 @@ _APART = _Once(None, None, None)
 
 def _once(state: LinearState, source: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, kernel: str) -> _Once | None:
     """None where nothing can be: most layers, and wherever calls are not plain (`ops.is_plain`)."""
-    keeper, sharing = state.switch.weights, state.group is not None and state.settings.activations
+    keeper, sharing = state.switch.weights, state.shares_input and state.settings.activations
     if (keeper is None and not sharing) or not ops.is_plain(x, weight):
         return None
     kept = None if keeper is None else keeper.find(state, weight, state.settings.global_scale, kernel)
@@ -322,7 +339,7 @@ class QATLinear(nn.Linear):
         once = None if compiling else _once(state, source, x, weight, kernel)
         if _differentiated(x, weight, bias):
             # Only graphs with a backward are rid of repeated operators.
-            return _QATLinear.apply(*arguments, _APART if compiling and state.group else once, call)
+            return _QATLinear.apply(*arguments, _APART if compiling and state.shares_input else once, call)
         return _product(*arguments, once)[0]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QATLinear:
@@ -414,7 +431,7 @@ class NVFP4Linear(nn.Linear):
         """Pack ``linear``; ``retain`` keeps its dense weight as ``dense_weight`` (the same Parameter)."""
         state, weight = linear.quantization, linear.weight.detach()
         source = weight.to(state.trained_dtype or weight.dtype)
-        kernel = state.kernel("deploy", weight.device)
+        kernel = state.kernel("deploy", weight.device, tuple(weight.shape), weight.dtype)
         packed, block_scale, global_scale = ops.quantize(source, None, state.settings.global_scale, kernel)
         layer = cls(
             packed=packed,
@@ -472,7 +489,8 @@ class NVFP4Linear(nn.Linear):
         autocast, packed, bias = autocast_dtype(device), self.weight_packed, self.bias
         _check_dtypes(x.dtype, host_dtype, autocast)
         dtype = autocast or state.trained_dtype or host_dtype
-        kernel, run = state.kernel("deploy", device), ops.calls(x, packed)
+        out_dtype = autocast or host_dtype
+        kernel, run = self.kernel(device, out_dtype), ops.calls(x, packed)
         rows = _as(x, dtype)
         rows = rows if x.dim() == 2 else rows.reshape(-1, self.in_features)
         global_scale = self.weight_global_scale.view(torch.float32).reshape(())
@@ -482,13 +500,13 @@ class NVFP4Linear(nn.Linear):
             xq = run.quantize_activation(rows, state.input_scale(x), rule, kernel)
             w = packed, self.tiled_scale(), global_scale
             bias = None if bias is None else _as(bias.detach(), dtype)
-            y = run.scaled_matmul(*xq, *w, bias, autocast or host_dtype, kernel)
+            y = run.scaled_matmul(*xq, *w, bias, out_dtype, kernel)
             return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         w = run.packed_operand(packed, self.weight_scale, global_scale, self.in_features, dtype, rule, kernel)
         xq, x_scale = rows, None
         if state.settings.activations:
-            shared, key = state.switch.input, (state.group, state.settings, kernel, dtype, False)
-            share = state.group is not None and run.direct
+            share = state.shares_input and run.direct
+            shared, key = state.switch.input, (state.group, state.settings, kernel, dtype, False) if share else ()
             quantized = shared.find(state, x, key) if share else None
             if quantized is None:
                 quantized = _quantized_input(rows, state.input_scale(x), rule, kernel, run, False)
@@ -496,8 +514,13 @@ class NVFP4Linear(nn.Linear):
                     shared.keep(state, x, key, quantized)
             xq, x_scale, _ = quantized
         bias = None if bias is None else _as(bias.detach(), dtype)
-        y = run.matmul(xq, x_scale, w, global_scale, bias, autocast or host_dtype, rule, kernel)
+        y = run.matmul(xq, x_scale, w, global_scale, bias, out_dtype, rule, kernel)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
+
+    def kernel(self, device: torch.device, out_dtype: torch.dtype | None = None) -> str:
+        """The kernel that computes on ``device`` with ``out_dtype`` (default: outside autocast)."""
+        shape = (self.out_features, self.in_features)
+        return self.quantization.kernel("deploy", device, shape, out_dtype or self.compute_dtype)
 
     def tiled_scale(self) -> torch.Tensor:
         """The block scales as native kernels read them (`layouts.tile_scales`): kept until those are others."""

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from qatpatch import dispatch, kernels
+from qatpatch import dispatch, kernels, masks
 from qatpatch.errors import KernelUnavailable, PlanError
 from qatpatch.graphs import restore, rewrite
 from qatpatch.kernels import Kernel
 from qatpatch.linear import LinearState, NVFP4Linear, QATLinear
 from qatpatch.plan import RECORD, Action, Plan, build_plan, patched_modules
 from qatpatch.profiles import Profile
-from qatpatch.receipts import LayerReceipt, PatchReport
+from qatpatch.receipts import LayerReceipt, PatchReport, Refusal, refusals
 from qatpatch.reuse import input_group
 from qatpatch.switch import Switch
 from qatpatch.units import is_graph, is_hooked, layer_at, replace_layer, unwrap
@@ -46,6 +46,7 @@ class Record:
         switch: shared by all its layers.
         deployed: after `deploy`.
         weights: parameters covered by the patched linears.
+        mask_arguments: of the model's forward, from the profile.
     """
 
     profile: str
@@ -59,6 +60,7 @@ class Record:
     weights: int
     switch: Switch = field(default_factory=Switch)
     deployed: bool = False
+    mask_arguments: tuple[str, ...] = ()
 
 
 def apply(
@@ -160,6 +162,7 @@ def remove(model: nn.Module) -> None:
     else:
         for paths in (*record.linears.values(), *record.attentions.values()):
             _undo_everywhere(model, paths)
+    masks.uninstall(model)
     del vars(model)[RECORD]
     logger.info("remove: %d linears, %d attentions", len(record.linears), len(record.attentions))
 
@@ -181,13 +184,18 @@ def report(model: nn.Module) -> PatchReport:
     layers: dict[str, LayerReceipt] = {}
     rows: dict[str, Kernel] = {}
     warnings = list(record.warnings)
+    passed_over = PassedOver()
     for kind, names in (("linear", record.linears), ("attention", record.attentions)):
         for name, paths in names.items():
             module = layer_at(model, paths[0])
-            layer, row = _layer_receipt(kind, module, device_of(module, model))
+            device = device_of(module, model)
+            layer, row = _layer_receipt(kind, module, device)
             layers[name] = layer
             if row is not None:
                 rows[name] = row
+            if row is not None and layer.state != "dense":
+                stage = "train" if layer.state == "train" else "deploy" if kind == "linear" else "infer"
+                passed_over.add(module, row, stage, layer.scheme, device)
             if layer.state == "replaced":
                 warnings.append(f"{name}: {layer.note}")
     return PatchReport(
@@ -201,7 +209,57 @@ def report(model: nn.Module) -> PatchReport:
         layers=layers,
         parameters=record.weights / max(1, record.total_parameters),
         warnings=tuple(warnings),
+        architecture=passed_over.architecture,
+        refused=passed_over.refusals,
+        masked_calls=record.switch.masks.masked,
     )
+
+
+class PassedOver:
+    """Why the kernels that the table prefers do not run, collected over layers; looked up once for like layers."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], dict[str, str]] = {}
+        self._layers: list[dict[str, str]] = []
+        self._architectures: dict[str, None] = {}
+
+    def add(self, module: nn.Module, row: Kernel, stage: str, scheme: str, device: torch.device) -> None:
+        """Count a layer on ``device`` that runs ``row`` at ``stage`` for ``scheme``."""
+        state = layer_state(row.op, module)
+        if row.op == "linear":
+            shape = (module.out_features, module.in_features)
+            limits = {"shape": shape, "weight_only": not state.settings.activations}
+            if isinstance(module, NVFP4Linear):
+                limits["out_dtype"] = module.compute_dtype
+        else:
+            limits = {"head_dim": state.head_dim}
+        key = row, stage, scheme, device, *limits.values()
+        if key not in self._found:
+            self._found[key] = _refused_before(row, stage, scheme, device, limits)
+        self._layers.append(self._found[key])
+        self._architectures[kernels.architecture_of(device)] = None
+
+    @property
+    def architecture(self) -> str:
+        """Where the layers are; several joined by commas."""
+        return ", ".join(self._architectures)
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """What was passed over, by kernel and reason."""
+        return refusals(self._layers)
+
+
+def _refused_before(
+    row: Kernel, stage: str, scheme: str, device: torch.device, limits: dict[str, Any]
+) -> dict[str, str]:
+    """name -> reason of the rows that serve the stage and come before ``row``."""
+    try:
+        refused = kernels.resolution(row.op, stage=stage, scheme=scheme, device=device, **limits).refused
+    except KernelUnavailable:
+        return {}
+    before = itertools.takewhile(lambda kernel: kernel.name != row.name, kernels.TABLE)
+    return {k.name: refused[k.name] for k in before if k.name in refused and stage in k.stages}
 
 
 def patch_record(model: nn.Module) -> Record:
@@ -267,6 +325,7 @@ def _record(plan: Plan) -> Record:
         linears={name: action.paths for name, action in plan.linears.items()},
         attentions={name: action.paths for name, action in plan.attentions.items()},
         weights=sum(action.parameters for action in plan.linears.values()),
+        mask_arguments=plan.mask_arguments,
     )
 
 
@@ -328,7 +387,7 @@ def _layer_receipt(kind: str, module: nn.Module | None, device: torch.device) ->
     try:
         if kind == "linear":
             mode, scheme = state.mode, "nvfp4"
-            row = kernels.kernel_named(state.kernel("deploy" if deployed else "train", device))
+            row = kernels.kernel_named(module.kernel(device) if deployed else state.kernel("train", device))
             simulated = True
         else:
             choice = state.choice

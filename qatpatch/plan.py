@@ -64,6 +64,7 @@ class Plan(Receipt):
         warnings: what was asked and had no effect.
         total_parameters: of the whole model.
         staged: the profile has refine-only layers.
+        mask_arguments: from the profile.
     """
 
     model_class: str
@@ -75,6 +76,7 @@ class Plan(Receipt):
     warnings: tuple[str, ...]
     total_parameters: int
     staged: bool
+    mask_arguments: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> float:
@@ -219,6 +221,7 @@ def build_plan(
         warnings=tuple(warnings),
         total_parameters=sum(p.numel() for p in model.parameters()),
         staged=any(a.settings.refine_only for a in walk.linears.values() if a.settings),
+        mask_arguments=chosen.mask_arguments,
     )
 
 
@@ -299,8 +302,20 @@ def _accept(walk: _Walk, unit: Unit, *, refine_only: bool) -> None:
         settings=settings,
         kernel=kernel.name,
         parameters=unit.weight.numel() if unit.weight is not None else 0,
-        note=unit.note or (f"in_features {unit.width} is padded to whole blocks of 16" if unit.width % 16 else ""),
+        note=_linear_note(unit),
     )
+
+
+def _linear_note(unit: Unit) -> str:
+    """What a linear's size means: padding, and native kernels that it will be deployed without on any GPU."""
+    notes = [unit.note]
+    if unit.width % 16 and not unit.note:
+        notes.append(f"in_features {unit.width} is padded to whole blocks of 16")
+    if unit.weight is not None:
+        shape = (unit.weight.shape[0], unit.width)
+        rows = [row for row in kernels.TABLE if row.op == "linear" and row.native]
+        notes += [f"no kernel {row.name}: it {reason}" for row in rows if (reason := row.shape_reason(shape))]
+    return "; ".join(filter(None, notes))
 
 
 def _refuse(walk: _Walk, unit: Unit, reason: str) -> None:

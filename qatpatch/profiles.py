@@ -70,6 +70,9 @@ class Profile:
         rules: first match decides; modules that no rule matches are skipped with ``default_reason``.
         counts: what must hold, a block.
         scheme: attention scheme that training simulates where ``target`` is not given.
+        mask_arguments: arguments of the model's forward that all its attention masks are made of. They are read, once a
+            call, only where a kernel that takes no mask is bound; without names such kernels give way to others
+            wherever a mask is passed.
         default_reason: for modules that no rule names.
     """
 
@@ -78,6 +81,7 @@ class Profile:
     rules: tuple[Rule, ...]
     counts: tuple[Count, ...] = ()
     scheme: str = "sage3"
+    mask_arguments: tuple[str, ...] = ()
     default_reason: str = "No rule of the profile names it, so it stays in full precision."
 
     @property
@@ -152,6 +156,7 @@ LTX2 = Profile(
         ),
     ),
     counts=(Count(container="transformer_blocks", linears=12, attentions=2),),
+    mask_arguments=("encoder_attention_mask", "audio_encoder_attention_mask", "video_self_attention_mask"),
     default_reason="Outside the video path of the blocks (embeddings, modulation, input and output projections).",
 )
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from qatpatch.kernels import Kernel
+from qatpatch.switch import MaskCount
 
 # A title and rows of cells, the first row being the header.
 Table = tuple[str, Sequence[Sequence[str]]]
@@ -38,6 +40,21 @@ class LayerReceipt:
     note: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A kernel that the table prefers to the one that runs, and why it does not.
+
+    Attributes:
+        kernel: its name.
+        reason: why it was passed over.
+        layers: how many layers that holds for.
+    """
+
+    kernel: str
+    reason: str
+    layers: int
+
+
 class Receipt:
     """Text by ``str()``, HTML in notebooks, from one list of titled tables."""
 
@@ -65,6 +82,9 @@ class PatchReport(Receipt):
         layers: name -> `LayerReceipt`.
         parameters: share of the model's parameters that the patched linears cover, 0 to 1.
         warnings: what was asked and had no effect, and what does not look right.
+        architecture: where the layers are: ``"sm_90"``, ``"cpu"``; several joined by commas.
+        refused: kernels that come before the ones that run, with the reason.
+        masked_calls: model calls whose masks mask something, while a kernel that takes none was bound.
     """
 
     model_class: str
@@ -77,19 +97,25 @@ class PatchReport(Receipt):
     layers: dict[str, LayerReceipt]
     parameters: float
     warnings: tuple[str, ...] = ()
+    architecture: str = ""
+    refused: tuple[Refusal, ...] = ()
+    masked_calls: int = 0
 
     def _tables(self) -> list[Table]:
         title = (
             f"{self.model_class}, profile {self.profile}: {len(self.linears)} linears "
             f"({100 * self.parameters:.1f} % of the "
             f"parameters), {len(self.attentions)} attentions, scheme {self.scheme}"
+            + (f", arch={self.architecture}" if self.architecture else "")
+            + (f", {self.masked_calls} masked calls" if self.masked_calls else "")
         )
         header = ("modules", "count", "kind", "state", "kernel", "scheme", "simulated", "native", "note")
         rows = [
             (name, str(count), *_layer_cells(self.layers[first]))
             for name, count, first in grouped(self.layers, key=lambda name: _layer_cells(self.layers[name]))
         ]
-        return [(title, [header, *rows]), skip_table(self.skipped), *warning_tables(self.warnings)]
+        tables = [(title, [header, *rows]), *refusal_tables(self.refused), skip_table(self.skipped)]
+        return [*tables, *warning_tables(self.warnings)]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -105,6 +131,8 @@ class SwapReceipt(Receipt):
         simulated: whether that is the scheme that training simulates.
         native: whether it runs on FP4 tensor cores.
         note: anything else worth knowing.
+        refused: kernels that come before it, with the reason.
+        masks: how many model calls had masks that mask something; counted only where the kernel takes none.
     """
 
     swap: str
@@ -115,6 +143,13 @@ class SwapReceipt(Receipt):
     simulated: bool
     native: bool
     note: str = ""
+    refused: tuple[Refusal, ...] = ()
+    masks: MaskCount | None = None
+
+    @property
+    def masked_calls(self) -> int:
+        """Model calls so far whose masked attentions ran another kernel of the scheme, since theirs takes no mask."""
+        return 0 if self.masks is None else self.masks.masked
 
     @property
     def line(self) -> str:
@@ -126,7 +161,10 @@ class SwapReceipt(Receipt):
         return f"{line} ({self.note})" if self.note else line
 
     def _tables(self) -> list[Table]:
-        return [(self.line, [])]
+        masks = []
+        if self.masks is not None and self.masks.calls:
+            masks = [(f"masks that mask something: in {self.masks.masked} of {self.masks.calls} model calls", [])]
+        return [(self.line, []), *masks, *refusal_tables(self.refused)]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -142,6 +180,7 @@ class DeployReport(Receipt):
         bytes_before, bytes_after: storage of the model's parameters and buffers.
         bytes_freed: what the device got back: as the allocator reports it on CUDA, else of storages that are gone.
         held: name of a dense weight that is still in memory -> who holds it.
+        architecture, refused: as in `PatchReport`.
     """
 
     model_class: str
@@ -153,11 +192,13 @@ class DeployReport(Receipt):
     bytes_after: int
     bytes_freed: int
     held: dict[str, str]
+    architecture: str = ""
+    refused: tuple[Refusal, ...] = ()
 
     def _tables(self) -> list[Table]:
         title = (
             f"{self.model_class} deployed: {len(self.packed)} linears packed, {len(self.retained)} of them kept dense "
-            f"too, {len(self.attentions)} attentions"
+            f"too, {len(self.attentions)} attentions" + (f", arch={self.architecture}" if self.architecture else "")
         )
         memory = [
             ("memory", "GiB", "bytes"),
@@ -178,7 +219,8 @@ class DeployReport(Receipt):
         groups = grouped(self.held, key=lambda name: (self.held[name],))
         rows = [(pattern, str(count), self.held[first]) for pattern, count, first in groups]
         held = [("dense weights still in memory", "count", "held by"), *rows] if rows else []
-        return [(title, memory), ("", [("kernel", "layers", "native"), *served]), *([("", held)] if held else [])]
+        tables = [(title, memory), ("", [("kernel", "layers", "native"), *served]), *refusal_tables(self.refused)]
+        return [*tables, *([("", held)] if held else [])]
 
 
 def render(tables: Iterable[Table], form: str) -> str:
@@ -245,6 +287,18 @@ def _shortened(names: list[str]) -> str:
 def warning_tables(warnings: Sequence[str]) -> list[Table]:
     """Warnings, where there are any."""
     return [("", [("warning",), *((w,) for w in warnings)])] if warnings else []
+
+
+def refusal_tables(refused: Sequence[Refusal]) -> list[Table]:
+    """Kernels that were passed over, where there are any."""
+    rows = [(r.kernel, str(r.layers), r.reason) for r in refused]
+    return [("", [("better kernel", "layers", "not used because"), *rows])] if rows else []
+
+
+def refusals(found: Iterable[dict[str, str]]) -> tuple[Refusal, ...]:
+    """One `Refusal` a kernel and reason, of each layer's refused rows (name -> reason)."""
+    counts = Counter((name, reason) for refused in found for name, reason in refused.items())
+    return tuple(Refusal(kernel=name, reason=reason, layers=count) for (name, reason), count in counts.items())
 
 
 def _yes(value: bool) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from qatpatch import kernels
+from qatpatch import kernels, masks
 from qatpatch.errors import PlanError, nearest
 from qatpatch.patch import Record, attention_states, device_of, is_purged, layer_state, patch_record
-from qatpatch.receipts import SwapReceipt
+from qatpatch.receipts import SwapReceipt, refusals
 from qatpatch.reuse import KeptWeights
 from qatpatch.switch import AttentionChoice
 from qatpatch.units import layer_at, unwrap
@@ -58,7 +58,8 @@ def infer_attention(
         )
     device = device_of(None, model)
     states = attention_states(model, record)
-    choice, row = bind_infer(record.scheme, device, kernel, states[0].head_dim)
+    choice, found = bind_infer(record.scheme, device, kernel, states[0].head_dim)
+    row = found.kernel
     note = "deployed already: nothing to swap" if record.deployed and kernel is None else ""
     receipt = SwapReceipt(
         swap="infer_attention",
@@ -69,12 +70,20 @@ def infer_attention(
         simulated=choice.scheme == record.scheme,
         native=row.native,
         note=note,
+        refused=refusals([found.refused] * len(record.attentions)),
+        masks=None if row.honours_masks else record.switch.masks,
     )
     weights = record.switch.weights
     if weights is None or memory_limit is not None:
         weights = _kept_weights(memory_limit)
-    with _block(record, receipt, attention=choice, weights=weights):
-        yield receipt
+    watch_masks(model, record, states, [choice] * len(states))
+    try:
+        with _block(record, receipt, attention=choice, weights=weights):
+            yield receipt
+    finally:
+        # Deployed models keep the hooks, and so does an outer block of this kind.
+        if record.switch.attention is None and not record.deployed:
+            masks.uninstall(model)
 
 
 @contextlib.contextmanager
@@ -175,18 +184,26 @@ def stage(model: nn.Module, name: str) -> Iterator[SwapReceipt]:
 
 def bind_infer(
     scheme: str, device: torch.device, name: str | None, head_dim: int | None = None
-) -> tuple[AttentionChoice, kernels.Kernel]:
+) -> tuple[AttentionChoice, kernels.Resolution]:
     """The infer kernel for attention trained with ``scheme``: of that scheme, unless one of another is asked for
     by name.
     """
     if name in kernels.ATTENTION_SCHEMES:
         scheme, name = name, None
-    elif name not in (None, "native"):
+    if scheme == kernels.SMOOTHED_SCHEME and name is None:  # a deployed model that was saved
+        name = next(row.name for row in kernels.TABLE if scheme in row.schemes)
+    if name not in (None, "native"):
         named = kernels.kernel_named(name)
         if named.op == "attention" and scheme not in named.schemes:
             scheme = named.schemes[0]
-    row = kernels.resolve("attention", stage="infer", scheme=scheme, device=device, name=name, head_dim=head_dim)
-    return AttentionChoice(mode="infer", scheme=scheme, kernel=None if name is None else row.name), row
+    found = kernels.resolution("attention", stage="infer", scheme=scheme, device=device, name=name, head_dim=head_dim)
+    return AttentionChoice(mode="infer", scheme=scheme, kernel=None if name is None else found.kernel.name), found
+
+
+def watch_masks(model: nn.Module, record: Record, states: list[Any], choices: list[AttentionChoice]) -> None:
+    """Have the model's masks looked at on each call, where a kernel that takes none may run what is chosen."""
+    if masks.may_meet_maskless(states, choices):
+        masks.install(model, record.switch, record.mask_arguments, states)
 
 
 @contextlib.contextmanager

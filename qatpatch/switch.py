@@ -30,6 +30,14 @@ class AttentionChoice:
     kernel: str | None = None
 
 
+@dataclass
+class MaskCount:
+    """Model calls whose masks were looked at (`masks`), and those of them that masked something."""
+
+    calls: int = 0
+    masked: int = 0
+
+
 class Switch:
     """The open blocks of one model.
 
@@ -37,6 +45,8 @@ class Switch:
         linear: ``"dense"`` or None.
         attention: an `AttentionChoice` or None.
         stage: ``"base"``, ``"refine"`` or None.
+        unmasked: the masks of the model call that is running mask nothing; set by `masks.MaskEntry`.
+        masks: how many calls that was decided for.
         weights: the scope's `KeptWeights` or None.
         input: the quantized input that projections of one attention share.
         context: gives the process group whose ranks each hold a shard of the model's tokens, None where nobody does;
@@ -47,6 +57,8 @@ class Switch:
         self.linear: str | None = None
         self.attention: AttentionChoice | None = None
         self.stage: str | None = None
+        self.unmasked = False
+        self.masks = MaskCount()
         self.weights: KeptWeights | None = None
         self.input = SharedInput()
         self.context: Callable[[], Any] | None = None

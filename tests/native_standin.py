@@ -22,6 +22,7 @@ NATIVE_ROW = Kernel(
     module="native_standin",
     native=True,
     device_types=("cpu",),
+    weight_only=False,
 )
 FLASHINFER_ROW = Kernel(
     name="flashinfer_standin",
@@ -31,6 +32,9 @@ FLASHINFER_ROW = Kernel(
     module="qatpatch.kernels.flashinfer_linear",
     native=True,
     device_types=("cpu",),
+    multiples=(32, 32),
+    weight_only=False,
+    out_dtypes=(torch.bfloat16, torch.float16),
 )
 
 

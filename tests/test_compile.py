@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from models import ltx2_inputs, run, tiny_ltx2, tiny_wan, wan_inputs
@@ -59,3 +61,23 @@ def test_infer_and_deployed_have_one_graph_each_and_the_bits_of_eager(model):
     qatpatch.deploy(model)
     function, counter = compiled(model)
     assert torch.equal(run(function, data), eager) and counter.frame_count == 1
+
+
+@pytest.mark.parametrize("state", ["train", "infer", "deployed"])
+def test_repeated_blocks_share_one_graph(state):
+    """However many blocks there are: nothing that tells one from another may be a constant of the graph."""
+    torch._dynamo.reset()
+    blocks = torch._dynamo.config.recompile_limit + 2
+    model = tiny_wan(layers=blocks)
+    data = wan_inputs(model, frames=1)
+    qatpatch.apply(model)
+    if state == "deployed":
+        qatpatch.deploy(model)
+    model.train(state == "train")
+    counter = CompileCounterWithBackend("eager")
+    model.compile_repeated_blocks(fullgraph=True, backend=counter)
+    context = qatpatch.infer_attention(model) if state == "infer" else contextlib.nullcontext()
+    with context, torch.set_grad_enabled(state == "train"):
+        model(**data)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()

@@ -194,6 +194,37 @@ def test_an_interrupted_deploy_leaves_a_working_model_and_can_go_on(monkeypatch)
     assert torch.equal(run(model, data), out) and sum(isinstance(m, NVFP4Linear) for m in model.modules()) == 20
 
 
+def test_receipts_say_why_better_kernels_do_not_run():
+    model = tiny_ltx2(torch.bfloat16)
+    report = qatpatch.apply(model)
+    # Training knows no native kernel; on this machine it runs the last row.
+    elsewhere = "runs on cuda, not on cpu"
+    assert report.architecture == "cpu" and {(r.kernel, r.reason, r.layers) for r in report.refused} == {
+        ("triton_linear", elsewhere, 24),
+        ("triton_attention", elsewhere, 4),
+    }
+    with qatpatch.infer_attention(model) as receipt:
+        asked = {r.kernel: r.reason for r in receipt.refused}
+    assert asked == {
+        "attn_qat_infer": elsewhere,
+        "fa4_fp4": "computes fa4, not sage3",
+        "flashinfer_attention": (
+            "computes another scheme, sage3_smoothed: only on request, kernel='flashinfer_attention'"
+        ),
+        "triton_attention": elsewhere,
+    }
+    for receipt in (qatpatch.deploy(model), qatpatch.report(model)):
+        assert receipt.architecture == "cpu" and "not used because" in str(receipt)
+        found = {r.kernel: (r.reason, r.layers) for r in receipt.refused}
+        assert found == {name: (reason, 4) for name, reason in asked.items()} | {
+            name: (elsewhere, 24) for name in ("flashinfer", "triton_nvfp4", "triton_linear")
+        }
+    weight_only = tiny_wan()
+    qatpatch.apply(weight_only, activations=False, attention=False)
+    refused = {r.kernel: r.reason for r in qatpatch.deploy(weight_only).refused}
+    assert refused["flashinfer"] == "multiplies FP4 by FP4, and this layer's input stays unquantized"
+
+
 @pytest.mark.parametrize("holder", ["optimizer", "graph", "list"])
 def test_the_receipt_names_who_still_holds_a_weight(holder):
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import qatpatch
 from qatpatch import KernelUnavailable, kernels
-from qatpatch.kernels import TABLE, Kernel, resolve
+from qatpatch.kernels import TABLE, Kernel, Requirement, resolve
 
 
 def test_rows_are_unique_and_load():
@@ -20,7 +21,7 @@ def test_rows_are_unique_and_load():
             module = kernel.load()
             wanted = {
                 "linear": ("operand", "packed_operand", "quantize", "matmul"),
-                "attention": ("forward", "backward"),
+                "attention": ("forward", "backward") if "train" in kernel.stages else ("forward",),
             }
             assert all(callable(getattr(module, name)) for name in wanted[kernel.op])
 
@@ -49,16 +50,18 @@ def test_requirements_are_checked_on_the_device_asked_about(monkeypatch):
         module="nowhere",
         device_types=("cuda",),
         minimum_capability=(10, 0),
-        requires=("a-package-that-is-not-there",),
+        requires=(Requirement(distribution="a-package-that-is-not-there", install="pip install it"),),
     )
-    assert "runs on cuda, not on cpu" in row.unavailable_reason("cpu")
-    assert "a-package-that-is-not-there" in row.unavailable_reason("cuda:0")
+    assert row.unavailable_reason("cpu") == "runs on cuda, not on cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert row.unavailable_reason("cuda:0") == "needs a CUDA device, and torch finds none"
     capabilities = {0: (9, 0), 1: (10, 0)}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[torch.device(device).index])
-    here = Kernel(**{**{f: getattr(row, f) for f in row.__dataclass_fields__}, "requires": ()})
-    assert "needs sm_100 or newer, this is sm_90" in here.unavailable_reason("cuda:0")
-    assert here.unavailable_reason("cuda:1") is None
+    assert row.unavailable_reason("cuda:0") == "needs sm_100 or newer, this is sm_90"
+    missing = "needs a-package-that-is-not-there, which is not installed; pip install it"
+    assert row.unavailable_reason("cuda:1") == missing
+    assert dataclasses.replace(row, requires=()).unavailable_reason("cuda:1") is None
     assert kernels.architecture_of("cuda:1") == "sm_100"
 
 

@@ -33,7 +33,7 @@ LEVELS = (
     ("recomputation", "reuse"),
     ("switch",),
     ("parallel",),
-    ("linear", "attention"),
+    ("linear", "attention", "masks"),
     ("profiles",),
     ("dispatch",),
     ("units",),
@@ -44,6 +44,8 @@ LEVELS = (
     ("swap",),
     ("deployment", "checkpoint", "calibration", "coverage"),
     ("__init__",),
+    ("doctor",),
+    ("__main__",),
 )
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 

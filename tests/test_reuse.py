@@ -241,7 +241,7 @@ def test_q_k_and_v_quantize_their_input_once(quantized, backward):
         assert inputs_in(quantized) == 1
     grads = torch.autograd.grad(out.sum(), (x, *net.parameters()))
     for name in ("to_q", "to_k", "to_v"):
-        net["attn"].get_submodule(name).quantization.group = None
+        net["attn"].get_submodule(name).quantization.shares_input = False
     quantized.clear()
     apart = net["attn"](x)
     assert torch.equal(apart, out)
@@ -310,7 +310,7 @@ def test_settings_keep_inputs_apart(quantized):
     with torch.no_grad():
         found = net["attn"].to_q(x), net["attn"].to_k(x)
     assert inputs_in(quantized) == 2
-    state.group = None
+    state.shares_input = False
     with torch.no_grad():
         assert torch.equal(net["attn"].to_k(x), found[1])
 

@@ -1,150 +1,61 @@
-"""The kernel table: one literal row per kernel, and `resolve`, which chooses.
+"""Which kernel runs: `resolve` walks the table, and every row that it passes over keeps its reason.
 
-A row says what a kernel computes (op, scheme, stages), where it runs (device types, capabilities) and what it needs
-(installed packages). `resolve` returns the first usable row or raises `KernelUnavailable` with every row's reason; it
-never falls back to another scheme. It decides for one device and remembers nothing.
-
-A row's module is imported on first use and exposes, by op:
-
-- linear: ``operand``, ``operands``, ``packed_operand``, ``quantize``, ``matmul`` (see `reference_nvfp4`);
-- attention: ``forward``, ``backward`` (see `reference_attention`).
+The rows are in `table`, what they need from outside in `requirements`. `resolution` returns the first usable row with
+the reasons of the better ones, or raises `KernelUnavailable` with every row's; it never falls back to another scheme.
+It decides for one device and remembers nothing, except what `proof` found: a native kernel is bound to a device only
+after it has agreed there with the reference.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import torch
 
 from qatpatch.errors import KernelUnavailable, nearest
+from qatpatch.kernels.requirements import Requirement, architecture
+from qatpatch.kernels.table import ATTENTION_SCHEMES, SCHEME_OF_TARGET, SMOOTHED_SCHEME, TABLE, Kernel
 
-ATTENTION_SCHEMES = ("sage3", "fa4")
-# The architectures whose FP4 attention kernels each scheme simulates.
-SCHEME_OF_TARGET = {"sm_120": "sage3", "sm_121": "sage3", "sm_100": "fa4", "sm_103": "fa4"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """One row of the table.
-
-    Attributes:
-        name: unique name, as receipts print it.
-        op: ``"linear"`` or ``"attention"``.
-        stages: where it may be bound: ``"train"``, ``"infer"`` (attention inside `infer_attention`), ``"deploy"``.
-        schemes: what it computes: ``"nvfp4"`` for linears, ``"sage3"`` or ``"fa4"`` for attention.
-        module: imported on first use.
-        native: True when it computes on FP4 tensor cores, False when it emulates the numbers.
-        device_types: device types it runs on; empty for any.
-        minimum_capability: lowest CUDA capability, for kernels that run on CUDA.
-        requires: distributions that must be installed.
-        head_dims: attention: head dimensions that it serves; empty for any.
-        folds_pow2: linear: power-of-two global scales are part of bfloat16 operands (exact there), so that a plain GEMM
-            needs no scale.
-        float32_operands: linear: operands are float32 whatever the compute dtype, else 16-bit.
-        summary: one line for `list_kernels`.
-    """
-
-    name: str
-    op: str
-    stages: tuple[str, ...]
-    schemes: tuple[str, ...]
-    module: str
-    native: bool = False
-    device_types: tuple[str, ...] = ()
-    minimum_capability: tuple[int, int] | None = None
-    requires: tuple[str, ...] = ()
-    head_dims: tuple[int, ...] = ()
-    folds_pow2: bool = False
-    float32_operands: bool = False
-    summary: str = ""
-
-    def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype of the GEMM operands for compute dtype ``dtype``; 16-bit ones hold ``code * block_scale`` exactly."""
-        if self.float32_operands:
-            return torch.float32
-        return torch.bfloat16 if dtype is torch.float32 else dtype
-
-    def folded(self, rule: str, dtype: torch.dtype) -> bool:
-        """Whether operands of compute dtype ``dtype`` hold their global scale."""
-        return self.folds_pow2 and rule == "pow2" and self.operand_dtype(dtype) is torch.bfloat16
-
-    def unavailable_reason(self, device: torch.device | str) -> str | None:
-        """Why this kernel cannot run on ``device``; None when it can."""
-        device = torch.device(device)
-        if self.device_types and device.type not in self.device_types:
-            return f"runs on {' or '.join(self.device_types)}, not on {device.type}"
-        for package in self.requires:
-            try:
-                importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                return f"needs the package {package}, which is not installed (pip install {package})"
-        if self.minimum_capability and device.type == "cuda":
-            if not torch.cuda.is_available():
-                return "needs a CUDA device, and torch finds none"
-            capability = torch.cuda.get_device_capability(device)
-            if capability < self.minimum_capability:
-                return f"needs {architecture(self.minimum_capability)} or newer, this is {architecture(capability)}"
-        return None
-
-    def load(self) -> ModuleType:
-        """The module with the kernel's functions."""
-        return sys.modules.get(self.module) or importlib.import_module(self.module)
-
-
-TABLE: tuple[Kernel, ...] = (
-    Kernel(
-        name="triton_linear",
-        op="linear",
-        stages=("train", "deploy"),
-        schemes=("nvfp4",),
-        module="qatpatch.kernels.triton_linear",
-        device_types=("cuda",),
-        minimum_capability=(8, 0),
-        requires=("triton",),
-        folds_pow2=True,
-        summary="Triton quantizers around a 16-bit tensor-core GEMM, sm_80 and up",
-    ),
-    Kernel(
-        name="reference_linear",
-        op="linear",
-        stages=("train", "deploy"),
-        schemes=("nvfp4",),
-        module="qatpatch.kernels.reference_nvfp4",
-        float32_operands=True,
-        summary="plain torch, any device: the definition of the numbers",
-    ),
-    Kernel(
-        name="triton_attention",
-        op="attention",
-        stages=("train", "infer"),
-        schemes=ATTENTION_SCHEMES,
-        module="qatpatch.kernels.triton_attention",
-        device_types=("cuda",),
-        minimum_capability=(8, 0),
-        requires=("triton",),
-        head_dims=(64, 128),
-        summary="Triton, P quantized in registers; fa4 on torch's dense attention, sm_80 and up",
-    ),
-    Kernel(
-        name="reference_attention",
-        op="attention",
-        stages=("train", "infer"),
-        schemes=ATTENTION_SCHEMES,
-        module="qatpatch.kernels.reference_attention",
-        summary="plain torch, any device: the definition of the numbers",
-    ),
-)
+__all__ = [
+    "ATTENTION_SCHEMES",
+    "SCHEME_OF_TARGET",
+    "SMOOTHED_SCHEME",
+    "TABLE",
+    "Kernel",
+    "KernelList",
+    "Requirement",
+    "Resolution",
+    "architecture",
+    "architecture_of",
+    "honours_masks",
+    "kernel_named",
+    "list_kernels",
+    "present_devices",
+    "resolution",
+    "resolve",
+    "resolved_name",
+]
 
 _BY_NAME = {kernel.name: kernel for kernel in TABLE}
 
 
-def architecture(capability: tuple[int, int]) -> str:
-    """``(10, 0)`` as ``"sm_100"``."""
-    return f"sm_{capability[0]}{capability[1]}"
+@dataclass(frozen=True, kw_only=True)
+class Resolution:
+    """What a look-up found.
+
+    Attributes:
+        kernel: the row to run.
+        architecture: of the device that it was resolved for: ``"sm_90"``, ``"cpu"``.
+        scheme: what it computes.
+        refused: name -> reason, of every row before it in the table that serves the same op.
+    """
+
+    kernel: Kernel
+    architecture: str
+    scheme: str
+    refused: dict[str, str]
 
 
 def architecture_of(device: torch.device | str) -> str:
@@ -153,6 +64,11 @@ def architecture_of(device: torch.device | str) -> str:
     if device.type == "cuda" and torch.cuda.is_available():
         return architecture(torch.cuda.get_device_capability(device))
     return device.type
+
+
+def present_devices() -> tuple[torch.device, ...]:
+    """The CPU and every CUDA device of this machine."""
+    return torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
 
 
 def kernel_named(name: str) -> Kernel:
@@ -167,7 +83,7 @@ def kernel_named(name: str) -> Kernel:
     return kernel
 
 
-def resolve(
+def resolution(
     op: str,
     *,
     stage: str,
@@ -175,16 +91,27 @@ def resolve(
     device: torch.device | str,
     name: str | None = None,
     head_dim: int | None = None,
-) -> Kernel:
-    """The first usable row for ``op`` at ``stage`` computing ``scheme`` on ``device``.
+    shape: tuple[int, int] | None = None,
+    weight_only: bool = False,
+    out_dtype: torch.dtype | None = None,
+    masked: bool = False,
+    prove: Callable[[Kernel, torch.device], str | None] | None = None,
+) -> Resolution:
+    """The first usable row for ``op`` at ``stage`` computing ``scheme`` on ``device``, and why not the ones before it.
 
     Args:
         op: ``"linear"`` or ``"attention"``.
         stage: ``"train"``, ``"infer"`` or ``"deploy"``.
-        scheme: ``"nvfp4"``, ``"sage3"`` or ``"fa4"``.
+        scheme: ``"nvfp4"``, ``"sage3"``, ``"fa4"`` or ``"sage3_smoothed"``.
         device: where the tensors live. Meta tensors resolve like the CPU's: shapes only.
         name: a row's name, ``"native"`` for FP4 tensor cores only, or None for the first that is usable.
         head_dim: of an attention, where it is known.
+        shape: (out_features, in_features) of a linear, where it is known.
+        weight_only: the linear's input stays unquantized.
+        out_dtype: of a linear, where it is known.
+        masked: the attention has a mask that must be honoured.
+        prove: the reason why a native row may not be trusted on a device, None where it may; `proof.refusal` by
+            default.
 
     Raises:
         KernelUnavailable: no row fits; the message holds each one's reason.
@@ -192,33 +119,102 @@ def resolve(
     device = torch.device(device)
     if name not in (None, "native"):
         kernel_named(name)
-    reasons = []
+    refused: dict[str, str] = {}
     for kernel in TABLE:
         if kernel.op != op or (name not in (None, "native") and kernel.name != name):
             continue
-        if stage not in kernel.stages:
-            reason = f"serves {' and '.join(kernel.stages)}, not {stage}"
-        elif scheme not in kernel.schemes:
-            reason = f"computes {' or '.join(kernel.schemes)}, not {scheme}"
-        elif head_dim is not None and kernel.head_dims and head_dim not in kernel.head_dims:
-            reason = f"serves head dimensions {' and '.join(map(str, kernel.head_dims))}, not {head_dim}"
-        elif name == "native" and not kernel.native:
-            reason = "emulates the numbers, and kernel='native' asks for FP4 tensor cores"
-        else:
-            reason = kernel.unavailable_reason(device)
+        reason = _unasked_reason(kernel, stage, scheme, name)
         if reason is None:
-            return kernel
-        reasons.append(f"  {kernel.name}: {reason}")
+            reason = _unfit_reason(kernel, head_dim, shape, weight_only, out_dtype, masked)
+        if reason is None:
+            reason = kernel.unavailable_reason(device)
+        if reason is None and kernel.native:
+            reason = (prove or _proof)(kernel, device)
+        if reason is None:
+            return Resolution(kernel=kernel, architecture=architecture_of(device), scheme=scheme, refused=dict(refused))
+        refused[kernel.name] = reason
     asked = f"{op} {stage} with scheme {scheme} on {architecture_of(device)}"
-    asked += (f", head dimension {head_dim}" if head_dim else "") + (f", kernel={name!r}" if name else "")
-    found = "\n".join(reasons) or f"  there is no {op} kernel" + (f" called {name!r}" if name else "")
+    asked += (f", head dimension {head_dim}" if head_dim else "") + (f", (out, in) = {shape}" if shape else "")
+    asked += (", with a mask" if masked else "") + (f", kernel={name!r}" if name else "")
+    found = "\n".join(f"  {row}: {reason}" for row, reason in refused.items())
+    found = found or f"  there is no {op} kernel" + (f" called {name!r}" if name else "")
     raise KernelUnavailable(f"no kernel for {asked}:\n{found}")
 
 
+def resolve(
+    op: str,
+    *,
+    stage: str,
+    scheme: str,
+    device: torch.device | str,
+    name: str | None = None,
+    **limits: Any,
+) -> Kernel:
+    """`resolution`'s row."""
+    return resolution(op, stage=stage, scheme=scheme, device=device, name=name, **limits).kernel
+
+
+def _unasked_reason(kernel: Kernel, stage: str, scheme: str, name: str | None) -> str | None:
+    """Why a row is not what was asked for; None when it is."""
+    if stage not in kernel.stages:
+        return f"serves {' and '.join(kernel.stages)}, not {stage}"
+    if kernel.explicit_only and name != kernel.name:
+        return f"computes another scheme, {kernel.schemes[0]}: only on request, kernel={kernel.name!r}"
+    if scheme not in kernel.schemes:
+        return f"computes {' or '.join(kernel.schemes)}, not {scheme}"
+    if name == "native" and not kernel.native:
+        return "emulates the numbers, and kernel='native' asks for FP4 tensor cores"
+    return None
+
+
+def _unfit_reason(
+    kernel: Kernel,
+    head_dim: int | None,
+    shape: tuple[int, int] | None,
+    weight_only: bool,
+    out_dtype: torch.dtype | None,
+    masked: bool,
+) -> str | None:
+    """Why a row does not serve such operands, on any device; None when it does."""
+    if head_dim is not None and kernel.head_dims and head_dim not in kernel.head_dims:
+        return f"serves head dimensions {' and '.join(map(str, kernel.head_dims))}, not {head_dim}"
+    if masked and not kernel.honours_masks:
+        return "takes no mask"
+    if weight_only and not kernel.weight_only:
+        return "multiplies FP4 by FP4, and this layer's input stays unquantized"
+    if out_dtype is not None and kernel.out_dtypes and out_dtype not in kernel.out_dtypes:
+        *names, asked = (str(dtype).removeprefix("torch.") for dtype in (*kernel.out_dtypes, out_dtype))
+        return f"writes {' or '.join(names)}, not {asked}"
+    return None if shape is None else kernel.shape_reason(shape)
+
+
+def _proof(kernel: Kernel, device: torch.device) -> str | None:
+    from qatpatch.kernels import proof
+
+    return proof.refusal(kernel, device)
+
+
 @torch.compiler.assume_constant_result
-def resolved_name(op: str, stage: str, scheme: str, device: str, head_dim: int | None = None) -> str:
+def resolved_name(
+    op: str,
+    stage: str,
+    scheme: str,
+    device: str,
+    head_dim: int | None = None,
+    shape: tuple[int, int] | None = None,
+    weight_only: bool = False,
+    out_dtype: torch.dtype | None = None,
+    masked: bool = False,
+) -> str:
     """`resolve(...).name`, a constant to the compiler, which then never descends into the look-up."""
-    return resolve(op, stage=stage, scheme=scheme, device=device, head_dim=head_dim).name
+    limits = dict(head_dim=head_dim, shape=shape, weight_only=weight_only, out_dtype=out_dtype, masked=masked)
+    return resolve(op, stage=stage, scheme=scheme, device=device, **limits).name
+
+
+@torch.compiler.assume_constant_result
+def honours_masks(name: str) -> bool:
+    """Whether the row called ``name`` takes a mask: a constant to the compiler."""
+    return kernel_named(name).honours_masks
 
 
 class KernelList(tuple[Kernel, ...]):
@@ -244,5 +240,8 @@ class KernelList(tuple[Kernel, ...]):
 
 
 def list_kernels() -> KernelList:
-    """Every kernel row; printing it shows which are usable here, or the reason why not."""
+    """Every kernel row; printing it shows which are usable here, or the reason why not.
+
+    Numbers are not looked at: ``python -m qatpatch doctor`` runs every usable kernel against the reference.
+    """
     return KernelList(TABLE)
