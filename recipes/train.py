@@ -398,6 +398,7 @@ def finish(run: Run, model: torch.nn.Module) -> tuple[dict[str, Scores], list[Sa
         merge_adapters(model)
         with inference(run, model):
             trained, rows["adapters merged, quantized"] = generate(run, model)
+    record_dtype(run, model)
     report = qatpatch.deploy(model, attention_kernel=run.recipe.quantization.infer_kernel)
     write_report(run, "deploy", report)
     run.say(
@@ -421,6 +422,17 @@ def finish(run: Run, model: torch.nn.Module) -> tuple[dict[str, Scores], list[Sa
     return rows, reloaded
 
 
+def record_dtype(run: Run, model: torch.nn.Module) -> None:
+    """Tell the patched layers the dtype that training quantized in, for deploy to pack in.
+
+    A model that was built anew from shards, or resumed after its last step, has not trained in this process.
+    """
+    for layer in model.modules():
+        if isinstance(layer, QATLinear):
+            mixed = run.recipe.train.mixed_precision == "bf16"
+            layer.quantization.trained_dtype = torch.bfloat16 if mixed else layer.weight.dtype
+
+
 def unsharded(run: Run, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module | None:
     """The whole model in ``dtype``, with its patch: a sharded one is built anew in the main process, None elsewhere."""
     if not run.sharded:
@@ -436,9 +448,6 @@ def unsharded(run: Run, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.
     whole.load_state_dict({n: weights.pop(n).to(dtype, copy=True) for n in list(weights)}, assign=True)
     if not run.dense:
         qatpatch.apply(whole, **run.recipe.quantization.arguments())
-        for name, layer in whole.named_modules():
-            if isinstance(layer, QATLinear):  # deploy packs in the dtype that training quantized in
-                layer.quantization.trained_dtype = model.get_submodule(name).quantization.trained_dtype
     return whole.to(run.accelerator.device).eval()
 
 
@@ -474,7 +483,6 @@ def conclude(
         run.say("record", f"{recipe.gate.dense_figure}")
     record |= {"seconds": round(seconds, 1), "failures": failures}
     record |= {"scores": {name: scores.as_dict() for name, scores in rows.items()}}
-    write_text(output / "scores.json", json.dumps(record, indent=2) + "\n")
 
     truth, rate = run.truth[0][1:]
     clips = {"ground truth": truth, "before training": before[0][0], "after": samples[0][0]}
@@ -488,6 +496,8 @@ def conclude(
     text = table(rows)
     reports = {path.stem: path.read_text(encoding="utf-8") for path in sorted((output / "reports").glob("*.html"))}
     page(output / "index.html", recipe.name, text, reports, files)
+    # Last: a run with this file has finished.
+    write_text(output / "scores.json", json.dumps(record, indent=2) + "\n")
     run.say("", f"\n{text}\n")
     if recipe.gate is not None and options.overrides:
         run.say("gate", "not judged: the command line changes the recipe")
