@@ -20,6 +20,7 @@ import contextlib
 import functools
 import gc
 import math
+import shutil
 import statistics
 import sys
 import tempfile
@@ -232,6 +233,9 @@ def tiny(bench: Bench) -> None:
         load_state(source, reader, reader_optimizer, group=theirs.get_group())
         same = _same(written.state_dict(), reader.state_dict()) and _same(_moments(state), _moments(reader_optimizer))
         bench.row(f"checkpoint of {name}: weights and moments", *_verdict(bench.largest(not same) == 0))
+    dist.barrier(group=bench.host)
+    if bench.rank == 0:
+        shutil.rmtree(folder)
     _ulysses(bench)
 
 
