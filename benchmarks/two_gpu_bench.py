@@ -20,6 +20,7 @@ import contextlib
 import functools
 import gc
 import math
+import shutil
 import statistics
 import sys
 import tempfile
@@ -232,6 +233,9 @@ def tiny(bench: Bench) -> None:
         load_state(source, reader, reader_optimizer, group=theirs.get_group())
         same = _same(written.state_dict(), reader.state_dict()) and _same(_moments(state), _moments(reader_optimizer))
         bench.row(f"checkpoint of {name}: weights and moments", *_verdict(bench.largest(not same) == 0))
+    dist.barrier(group=bench.host)
+    if bench.rank == 0:
+        shutil.rmtree(folder)
     _ulysses(bench)
 
 
@@ -503,15 +507,13 @@ def main() -> int:
 def start(options: argparse.Namespace) -> Bench:
     if options.device == "cpu":
         torch.set_num_threads(1)
-        # diffusers asks for an accelerator's index; the CPU counts as one device.
-        torch.accelerator.device_count = lambda: 1
         dist.init_process_group("gloo")
         device = torch.device("cpu")
     else:
         rank = int(dist.get_node_local_rank())
         torch.cuda.set_device(rank)
         device = torch.device("cuda", rank)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl")
     return Bench(device, dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"), options)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -48,12 +49,15 @@ def enable_context_parallel(
     heads = model.config.num_attention_heads
     if heads % degree:
         raise ValueError(f"context parallelism over {degree} ranks needs a multiple of {degree} heads, got {heads}")
+    is_ltx2 = isinstance(model, LTX2VideoTransformer3DModel)
     config = ContextParallelConfig(ulysses_degree=degree, mesh=mesh)
-    if not isinstance(model, LTX2VideoTransformer3DModel):
-        model.enable_parallelism(config=config)
-        return config._ulysses_mesh.get_group()
-    model.enable_parallelism(config=config, cp_plan=_ltx2_plan(model))
+    # diffusers takes the rank modulo the number of accelerators, which a machine without any has 0 of.
+    devices = max(1, torch.accelerator.device_count())
+    with mock.patch.object(torch.accelerator, "device_count", lambda: devices):
+        model.enable_parallelism(config=config, cp_plan=_ltx2_plan(model) if is_ltx2 else None)
     group = config._ulysses_mesh.get_group()
+    if not is_ltx2:
+        return group
     for block in model.transformer_blocks:
         for name in _LOCAL:
             getattr(block, name).processor._parallel_config = None

@@ -156,11 +156,17 @@ def call_model(
 
 
 def training_loss(
-    model: torch.nn.Module, settings: Settings, batch: Batch, generator: torch.Generator, device: torch.device
+    model: torch.nn.Module,
+    settings: Settings,
+    batch: Batch,
+    generator: torch.Generator,
+    device: torch.device,
+    teacher: torch.nn.Module | None = None,
 ) -> torch.Tensor:
     """Mean squared error of the model's output over the tokens to be generated.
 
     Against ``x_0`` or the velocity, whichever the output is read as; the first is the second weighted by sigma squared.
+    Or against what ``teacher`` makes of the same inputs.
     All noise comes from ``generator`` (on the CPU, so that every device sees the same).
     """
     grid = tuple(batch["latents"].shape[2:])
@@ -170,8 +176,13 @@ def training_loss(
     free = free_tokens(grid).to(device)
     level = sigma[:, None, None] * free
     noisy = (1 - level) * clean + level * noise
+    before_audio = generator.get_state()
     output = call_model(model, settings, noisy, sigma, batch, grid, generator)
     target = clean if settings.flow.prediction == "x0" else noise - clean
+    if teacher is not None:
+        generator.set_state(before_audio)
+        with torch.no_grad():
+            target = call_model(teacher, settings, noisy, sigma, batch, grid, generator)
     return ((output - target).square() * free).sum() / (free.sum() * clean.shape[0] * clean.shape[2])
 
 

@@ -5,6 +5,7 @@ Deliberately not here: quantization. What this module returns is plain diffusers
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,32 @@ _PARTS = ("transformer", "vae", "text_encoder", "tokenizer", "connectors")
 def build_transformer(recipe: Recipe) -> torch.nn.Module:
     """The transformer to train: on the CPU, in train mode, every parameter trainable.
 
+    With ``model.init: shards`` it is on meta, for `sharding.materialise` with `draw_shard`.
+
     Raises:
         RecipeError: the configuration does not fit the data, or the folder is no LTX-2.
     """
     if recipe.model.kind == "tiny":
         torch.manual_seed(recipe.seed)
-        model = transformer_class(recipe)(**recipe.model.config)
+        with torch.device("meta") if recipe.model.init == "shards" else contextlib.nullcontext():
+            model = transformer_class(recipe)(**recipe.model.config)
     else:
         dtype = getattr(torch, recipe.model.dtype)
         model = _load(transformer_class(recipe), recipe.model, "transformer", dtype=dtype)
     if recipe.train.gradient_checkpointing:
         model.enable_gradient_checkpointing()
     return model.train().requires_grad_(True)
+
+
+def draw_shard(generator: torch.Generator, name: str, shard: torch.Tensor) -> None:
+    """Random values for the rows of a parameter that one process holds, about as large as the class would draw them."""
+    if name.endswith("weight") and shard.dim() == 1:
+        shard.fill_(1.0)  # norms
+    elif shard.dim() > 1:
+        scale = 1.0 if "scale_shift_table" in name else 1 / 3  # the variance that nn.Linear gives is 1 / (3 columns)
+        shard.normal_(0.0, (scale / shard.shape[1]) ** 0.5, generator=generator)
+    else:
+        shard.zero_()
 
 
 def transformer_class(recipe: Recipe) -> type[torch.nn.Module]:

@@ -32,18 +32,21 @@ class Section(BaseModel):
 
 
 class TinyModel(Section):
-    """A randomly initialised LTX-2.
+    """A randomly initialised LTX-2: tiny as a rule, and of any size.
 
     Attributes:
         config: arguments of ``LTX2VideoTransformer3DModel``.
         text_tokens: length of the fixed random text embedding that stands for a caption.
         audio_tokens: zeros that stand for audio.
+        init: ``whole`` makes the weights as the class does, in every process; ``shards`` draws each process's own shard
+            on its device, for models that fit nowhere whole (needs ``parallel.sharding: fsdp2``).
     """
 
     kind: Literal["tiny"]
     config: dict[str, Any]
     text_tokens: Annotated[int, Field(ge=1)] = 8
     audio_tokens: Annotated[int, Field(ge=1)] = 4
+    init: Literal["whole", "shards"] = "whole"
 
     @model_validator(mode="after")
     def _known_arguments(self) -> TinyModel:
@@ -188,6 +191,8 @@ class Train(Section):
         schedule: after a linear warm-up the learning rate stays, or follows a half cosine down to ``final_rate`` times
             its value.
         ema_decay: of the averaged weights that are validated and deployed; 0 for none.
+        target: what the output is trained towards: the data, or what a ``teacher`` predicts (distillation), a frozen
+            copy of the model as it was loaded, which is never quantized.
         optimizer: AdamW with float32 moments, or with 8-bit ones: torchao's (anywhere) or bitsandbytes' (one GPU).
     """
 
@@ -202,11 +207,25 @@ class Train(Section):
     final_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.98
+    target: Literal["data", "teacher"] = "data"
     optimizer: Literal["adamw", "adamw8bit", "bitsandbytes8bit"] = "adamw"
     gradient_checkpointing: bool = False
     mixed_precision: Literal["no", "bf16"] = "no"
     device: Literal["auto", "cpu"] = "auto"
     threads: Annotated[int, Field(ge=1)] | None = None
+
+
+class Lora(Section):
+    """Low-rank adapters: only they are trained, and they are merged before the model is packed.
+
+    Attributes:
+        targets: ends of the names of the layers that get one.
+        alpha: the adapters' product is scaled by ``alpha / rank``; by default 1.
+    """
+
+    rank: Annotated[int, Field(ge=1)] = 32
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
 
 
 class Parallel(Section):
@@ -284,6 +303,7 @@ class Recipe(Section):
     quantization: Quantization = Quantization()
     flow: Flow
     train: Train
+    lora: Lora | None = None
     parallel: Parallel = Parallel()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
@@ -299,6 +319,8 @@ class Recipe(Section):
                     raise ValueError(
                         f"data.{side} {getattr(self.data, side)} is not a multiple of data.patch {self.data.patch}"
                     )
+        if self.model.kind == "tiny" and self.model.init == "shards" and self.parallel.sharding != "fsdp2":
+            raise ValueError("model.init shards needs parallel.sharding fsdp2: without it there are no shards")
         if self.train.optimizer == "bitsandbytes8bit" and self.parallel.sharding == "fsdp2":
             raise ValueError(
                 "train.optimizer bitsandbytes8bit quantizes whole tensors on one GPU and does not know shards, whose "

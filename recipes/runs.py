@@ -164,7 +164,7 @@ def _beside_the_model(model: torch.nn.Module, ema: EMAModel | None, step: int) -
     if ema is None:
         return {"progress": progress}
     progress["averaged"] = torch.tensor(ema.optimization_step)
-    names = (name for name, _ in model.named_parameters())
+    names = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
     return {"progress": progress, "ema": dict(zip(names, ema.shadow_params, strict=True))}
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -42,6 +43,7 @@ try:
     import yaml
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
+    from adapters import add_adapters, merge_adapters
     from clips import read_clip, write_video
     from context import enable_context_parallel
     from diffusers.training_utils import EMAModel
@@ -53,6 +55,7 @@ try:
         build_codec,
         build_transformer,
         check_fit,
+        draw_shard,
         load_text_encoder,
         release,
         text_fingerprint,
@@ -62,11 +65,12 @@ try:
     from recipe import Recipe, RecipeError, load_recipe
     from runs import Run, claim_folder, find_checkpoint, load_checkpoint, save_checkpoint, write_report, write_text
     from scores import MetricLog, Scores, read_log, table
-    from sharding import shard, state_on_the_cpu, whole_weights
+    from sharding import materialise, shard, state_on_the_cpu, whole_weights
     from torch.distributed.device_mesh import init_device_mesh
     from tqdm import tqdm
 
     import qatpatch
+    from qatpatch.linear import QATLinear
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"recipes/train.py needs {error.name}, which is not installed: pip install 'qatpatch[train]' "
@@ -192,6 +196,7 @@ class Training:
 
     Attributes:
         model: as it is called; `inner` is what it wraps.
+        teacher: whose predictions are the target, where there is one.
         first: the step to begin with.
     """
 
@@ -200,6 +205,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     parameters: list[torch.nn.Parameter]
     ema: EMAModel | None
+    teacher: torch.nn.Module | None
     first: int
     before: list[Sample]
 
@@ -207,6 +213,9 @@ class Training:
 def start(run: Run, resume: Path | None) -> Training:
     """Build the model, patch it, spread it over the processes, and bring it to where the checkpoint was."""
     recipe, options, accelerator = run.recipe, run.recipe.train, run.accelerator
+    teacher = None
+    if options.target == "teacher":
+        teacher = spread(run, build_transformer(recipe).eval().requires_grad_(False), teaches=True)
     inner = build_transformer(recipe)
     check_fit(recipe, inner, run.truth[0][0])
     size = sum(parameter.numel() for parameter in inner.parameters())
@@ -217,9 +226,13 @@ def start(run: Run, resume: Path | None) -> Training:
         share = f"{len(report.linears)} linears ({100 * report.parameters:.0f} % of the parameters)"
         run.say("patch", f"{share} and {len(report.attentions)} attentions, scheme {report.scheme}")
 
+    if recipe.lora is not None:
+        add_adapters(inner, recipe.lora)
+        count = sum(parameter.numel() for parameter in inner.parameters() if parameter.requires_grad)
+        run.say("lora", f"{count / 1e6:.2f} M parameters are trained, of rank {recipe.lora.rank}")
     model = spread(run, inner)
-    optimizer = build_optimizer(options, model.parameters())
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = build_optimizer(options, parameters)
     # All at once is faster, and holds every weight once more.
     ema = EMAModel(parameters, decay=options.ema_decay, foreach=not run.sharded) if options.ema_decay else None
     before, _ = validate(run, model)
@@ -233,16 +246,17 @@ def start(run: Run, resume: Path | None) -> Training:
         optimizer=optimizer,
         parameters=parameters,
         ema=ema,
+        teacher=teacher,
         first=step + 1,
         before=before,
     )
 
 
-def spread(run: Run, model: torch.nn.Module) -> torch.nn.Module:
+def spread(run: Run, model: torch.nn.Module, *, teaches: bool = False) -> torch.nn.Module:
     """The model as the processes share it: on their devices, sharded or whole."""
-    parallel, accelerator = run.recipe.parallel, run.accelerator
+    recipe, parallel, accelerator = run.recipe, run.recipe.parallel, run.accelerator
     if not run.sharded:
-        return accelerator.prepare_model(model)
+        return accelerator.prepare_model(model, evaluation_mode=teaches)
     if not dist.is_initialized():
         backend = "gloo" if accelerator.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -250,7 +264,10 @@ def spread(run: Run, model: torch.nn.Module) -> torch.nn.Module:
         shape, names = (run.replicas, 1, parallel.context), ("replica", "ring", "ulysses")
         mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
         enable_context_parallel(model, parallel.context, mesh)
-    shard(model, compute=compute_dtype(run.recipe))
+    shard(model, compute=compute_dtype(recipe))
+    if recipe.model.kind == "tiny" and recipe.model.init == "shards":
+        generator = torch.Generator(accelerator.device).manual_seed(recipe.seed + 1000 * accelerator.process_index)
+        materialise(model, accelerator.device, functools.partial(draw_shard, generator))
     return model
 
 
@@ -290,7 +307,9 @@ def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]
             noise = seeded(recipe.seed, "noise", step, micro * run.replicas + run.replica, 0)
             with stage_of(run, model, step), synchronized(accelerator, model, last_micro):
                 with accelerator.autocast():
-                    loss = training_loss(model, run.settings, next(batches), noise, accelerator.device)
+                    loss = training_loss(
+                        model, run.settings, next(batches), noise, accelerator.device, training.teacher
+                    )
                 # Gradients are averaged over all processes, and those of one context add up to a gradient.
                 accelerator.backward(loss * (recipe.parallel.context / options.accumulate))
             losses.append(loss.detach())
@@ -355,6 +374,8 @@ def finish(run: Run, model: torch.nn.Module) -> tuple[dict[str, Scores], list[Sa
     if run.dense:
         samples, rows["trained, dense"] = validate(run, model)
         model = unsharded(run, model, torch.float32)
+        if run.recipe.lora is not None and model is not None:
+            merge_adapters(model)
         if main:
             partial = folder.with_name(f"{folder.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
@@ -373,6 +394,11 @@ def finish(run: Run, model: torch.nn.Module) -> tuple[dict[str, Scores], list[Sa
     if run.sharded and not main:  # the main process has the whole model, the others are done
         run.accelerator.wait_for_everyone()
         return rows, trained
+    if run.recipe.lora is not None:
+        merge_adapters(model)
+        with inference(run, model):
+            trained, rows["adapters merged, quantized"] = generate(run, model)
+    record_dtype(run, model)
     report = qatpatch.deploy(model, attention_kernel=run.recipe.quantization.infer_kernel)
     write_report(run, "deploy", report)
     run.say(
@@ -396,6 +422,17 @@ def finish(run: Run, model: torch.nn.Module) -> tuple[dict[str, Scores], list[Sa
     return rows, reloaded
 
 
+def record_dtype(run: Run, model: torch.nn.Module) -> None:
+    """Tell the patched layers the dtype that training quantized in, for deploy to pack in.
+
+    A model that was built anew from shards, or resumed after its last step, has not trained in this process.
+    """
+    for layer in model.modules():
+        if isinstance(layer, QATLinear):
+            mixed = run.recipe.train.mixed_precision == "bf16"
+            layer.quantization.trained_dtype = torch.bfloat16 if mixed else layer.weight.dtype
+
+
 def unsharded(run: Run, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module | None:
     """The whole model in ``dtype``, with its patch: a sharded one is built anew in the main process, None elsewhere."""
     if not run.sharded:
@@ -406,7 +443,9 @@ def unsharded(run: Run, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.
     # On meta, since every value comes from the shards.
     with torch.device("meta"):
         whole = transformer_class(run.recipe).from_config(model.config)
-    whole.load_state_dict({name: weights.pop(name).to(dtype) for name in list(weights)}, assign=True)
+        if run.recipe.lora is not None:
+            add_adapters(whole, run.recipe.lora)
+    whole.load_state_dict({n: weights.pop(n).to(dtype, copy=True) for n in list(weights)}, assign=True)
     if not run.dense:
         qatpatch.apply(whole, **run.recipe.quantization.arguments())
     return whole.to(run.accelerator.device).eval()
@@ -444,7 +483,6 @@ def conclude(
         run.say("record", f"{recipe.gate.dense_figure}")
     record |= {"seconds": round(seconds, 1), "failures": failures}
     record |= {"scores": {name: scores.as_dict() for name, scores in rows.items()}}
-    write_text(output / "scores.json", json.dumps(record, indent=2) + "\n")
 
     truth, rate = run.truth[0][1:]
     clips = {"ground truth": truth, "before training": before[0][0], "after": samples[0][0]}
@@ -458,6 +496,8 @@ def conclude(
     text = table(rows)
     reports = {path.stem: path.read_text(encoding="utf-8") for path in sorted((output / "reports").glob("*.html"))}
     page(output / "index.html", recipe.name, text, reports, files)
+    # Last: a run with this file has finished.
+    write_text(output / "scores.json", json.dumps(record, indent=2) + "\n")
     run.say("", f"\n{text}\n")
     if recipe.gate is not None and options.overrides:
         run.say("gate", "not judged: the command line changes the recipe")

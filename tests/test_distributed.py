@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import pickle
 import sys
 import tempfile
 import time
@@ -56,8 +57,6 @@ def together(check: Callable[..., None], *arguments: Any, world: int = WORLD, se
 
 def _process(rank: int, check: Callable[..., None], world: int, store: str, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    # diffusers asks for an accelerator's index; the CPU counts as one device.
-    torch.accelerator.device_count = lambda: 1
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
     try:
         check(rank, *arguments)
@@ -84,8 +83,10 @@ def summed(gradients):
 
 def distance(one, other):
     """The largest distance of two gradients of a name, relative to that of the whole."""
-    assert one.keys() == other.keys()
-    return max(float((one[n] - other[n]).norm() / other[n].norm().clamp(min=1e-8)) for n in one)
+    assert one.keys() >= other.keys()
+    # FSDP2 gives zeros to parameters that are no part of a loss.
+    assert not any(gradient.any() for name, gradient in one.items() if name not in other)
+    return max(float((one[n] - other[n]).norm() / other[n].norm().clamp(min=1e-8)) for n in other)
 
 
 def check_context(rank, name, order, arguments):
@@ -218,6 +219,17 @@ def whole(tensors):
     return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in tensors.items()}
 
 
+def swapped_backward(model):
+    """Gradients of a forward with training attention whose backward, and so its recomputation, runs in a swap."""
+    model.train().enable_gradient_checkpointing()
+    loss = model(**sample(0, 0))[0].square().mean()
+    with qatpatch.infer_attention(model):
+        loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return gradients
+
+
 def check_sharded_training(rank, folder):
     from sharding import load_state, save_state
 
@@ -231,6 +243,10 @@ def check_sharded_training(rank, folder):
         assert scales_of(model, sample(0, 0)) == wanted
         with pytest.raises(qatpatch.PlanError, match="gather the weights"):
             qatpatch.deploy(model)
+
+        # Blocks are sharded again after their forward, and recomputed in the backward, as their forward was.
+        gradients = swapped_backward(model)
+        assert distance({n: g.full_tensor() for n, g in gradients.items()}, swapped_backward(plain)) < 1e-5
 
     two, two_optimizer = sharded(both, "apply first")
     one, one_optimizer = sharded(alone(rank), "shard first")
@@ -256,5 +272,46 @@ def assert_same(one, other):
         assert torch.equal(tensor, other[name]), name
 
 
+@pytest.mark.slow
 def test_sharded_weights_train_as_whole_ones(tmp_path):
     together(check_sharded_training, str(tmp_path))
+
+
+def check_what_is_refused(rank):
+    from context import enable_context_parallel
+    from diffusers import ContextParallelConfig
+
+    torch.accelerator.device_count = lambda: 1  # of this process, for diffusers
+    for config, expected in (
+        (ContextParallelConfig(ring_degree=2), "ring_degree=2"),
+        (ContextParallelConfig(ulysses_degree=2, ulysses_anything=True), "pad the sequence"),
+    ):
+        model = tiny_wan(layers=1)
+        qatpatch.apply(model)
+        model.enable_parallelism(config=config)
+        with pytest.raises(NotImplementedError, match=expected):
+            run(model, wan_inputs(model))
+    with pytest.raises(ValueError, match="multiple of 2 heads"):
+        enable_context_parallel(tiny_ltx2(num_attention_heads=1, cross_attention_dim=128), 2)
+
+    # Taking the patch out leaves the parallelism; a part of a model does not know who shares its sequences.
+    plain, model = tiny_wan(layers=1), tiny_wan(layers=1)
+    data = wan_inputs(model)
+    qatpatch.apply(model)
+    enable_context_parallel(model, 2)
+    part = pickle.loads(pickle.dumps(tiny_patched_attention()))
+    part.processor._parallel_config = model._parallel_config
+    with pytest.raises(RuntimeError, match="came out of a pickle"):
+        part(torch.zeros(1, 4, 256), None, None, None)
+    qatpatch.remove(model)
+    torch.testing.assert_close(run(model, data), run(plain, data), rtol=1e-5, atol=1e-5)
+
+
+def tiny_patched_attention():
+    model = tiny_wan(layers=1)
+    qatpatch.apply(model)
+    return model.blocks[0].attn1
+
+
+def test_parallelism_that_would_change_numbers_is_refused():
+    together(check_what_is_refused)

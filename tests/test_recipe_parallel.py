@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from kill_and_resume import soak
 from recipe import RecipeError, load_recipe
 from scores import read_log
 from sharding import state_on_the_cpu
+
+import qatpatch
+from qatpatch import nvfp4
 
 SHARDED = {"sharding": "fsdp2"}
 
@@ -119,6 +123,18 @@ def test_one_sharded_process_trains_in_bf16_and_packs_what_it_trained(tmp_path, 
     assert_same(checkpoint_state(tmp_path / "again" / "checkpoints" / "step_000002"), state)
 
 
+def test_one_sharded_process_is_a_plain_one(tmp_path):
+    exports = []
+    for sharding in ("none", "fsdp2"):
+        # Averages are summed in another order, tensor by tensor instead of all at once.
+        options = dict(steps=3, ema_decay=0.0)
+        recipe = write_recipe(tmp_path, train=options, parallel={"sharding": sharding}, validation=dict(every=0))
+        assert train.main([str(recipe), "--output", str(tmp_path / sharding)]) == 0
+        exports.append((tmp_path / sharding / "transformer-nvfp4" / "diffusion_pytorch_model.safetensors").read_bytes())
+    assert losses(tmp_path / "none") == losses(tmp_path / "fsdp2")
+    assert exports[0] == exports[1]
+
+
 def test_quantization_may_start_later(tmp_path):
     quiet = dict(validation=dict(every=0))
     runs = {}
@@ -131,6 +147,80 @@ def test_quantization_may_start_later(tmp_path):
     assert runs[9] == dense
     assert runs[3][:2] == dense[:2] and runs[3][2] != dense[2]
     assert runs[1][0] != dense[0]
+
+
+def test_a_teacher_is_the_dense_model_as_it_was(tmp_path, monkeypatch):
+    """A dense student starts at the teacher's own prediction, a quantized one does not; the teacher never moves."""
+    teachers = []
+    loss_of = train.training_loss
+
+    def loss(*arguments):
+        teachers.append({name: tensor.clone() for name, tensor in arguments[5].state_dict().items()})
+        assert not qatpatch.is_patched(arguments[5]) and not any(p.requires_grad for p in arguments[5].parameters())
+        return loss_of(*arguments)
+
+    monkeypatch.setattr(train, "training_loss", loss)
+    options = dict(steps=3, target="teacher")
+    recipe = write_recipe(tmp_path, train=options, quantization={"start_step": 2}, validation=dict(every=0))
+    assert train.main([str(recipe)]) == 0
+    first, *rest = losses(tmp_path / "run")
+    assert first == 0 and min(rest) > 0
+    for teacher in teachers[1:]:
+        assert_same(teacher, teachers[0])
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_adapters_are_trained_alone_and_merged_into_what_is_packed(tmp_path, sharding, capsys):
+    recipe = write_recipe(
+        tmp_path,
+        train=dict(steps=3, learning_rate=0.05, ema_decay=0.0),
+        lora=dict(rank=4, alpha=8, targets=["attn1.to_q", "ff.net.2"]),
+        parallel={"sharding": sharding},
+        checkpoint=dict(every=3),
+        validation=dict(every=0),
+    )
+    assert train.main([str(recipe)]) == 0
+    assert "deployed model differ from those before deploy by at most 0\n" in capsys.readouterr().out
+    weights = checkpoint_state(tmp_path / "run" / "checkpoints" / "step_000003")["model"]
+    start = train.build_transformer(load_recipe(recipe)).state_dict()
+    base = {name.replace(".base_layer.", "."): t for name, t in weights.items() if "lora_" not in name}
+    assert_same(base, {name: start[name] for name in base})
+    stored = packed(tmp_path / "run")
+    for layer in ("transformer_blocks.0.attn1.to_q", "transformer_blocks.0.ff.net.2"):
+        up, down = (weights[f"{layer}.lora_{side}.default.weight"] for side in "BA")
+        assert up.any()
+        wanted = nvfp4.quantize(base[f"{layer}.weight"] + 2.0 * (up @ down))
+        assert float((stored[f"{layer}.weight_packed"] != wanted.packed).float().mean()) < 1e-3  # the order of two sums
+        assert torch.equal(stored[f"{layer}.weight_global_scale"].view(torch.float32)[0], wanted.global_scale)
+    unadapted = "transformer_blocks.0.attn1.to_k"
+    assert torch.equal(stored[f"{unadapted}.weight_packed"], nvfp4.quantize(base[f"{unadapted}.weight"]).packed)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.yaml")))
+def test_every_recipe_parses(name):
+    recipe = load_recipe(RECIPES / name)
+    assert recipe.name == name.removesuffix(".yaml")
+    assert str(recipe.output) == f"outputs/{recipe.name}"
+
+
+def test_the_full_size_recipe_runs_a_step_at_a_small_size(tmp_path):
+    """With the sizes of model and clip changed and nothing else; on one process."""
+    small = load_recipe(write_recipe(tmp_path)).model.config | {"in_channels": 3072, "out_channels": 3072}
+    changes = {
+        "model.config": small,
+        "model.text_tokens": 8,
+        "model.audio_tokens": 4,
+        "data.frames": 2,
+        "data.height": 64,
+        "data.width": 64,
+        "train.device": "cpu",
+        "train.threads": 1,
+        "validation.sampler_steps": 1,
+    }
+    arguments = [part for key, value in changes.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+    recipe = RECIPES / "ltx2_overfit_nvfp4_qat.yaml"
+    assert train.main([str(recipe), "--output", str(tmp_path / "run"), "--steps", "1", *arguments]) == 0
+    assert "deployed" in json.loads((tmp_path / "run" / "scores.json").read_text())["scores"]
 
 
 def test_optimizer_state_goes_to_the_cpu_and_comes_back():
@@ -150,6 +240,7 @@ def test_optimizer_state_goes_to_the_cpu_and_comes_back():
     [
         (dict(parallel={"context": 2}), "needs sharding: fsdp2"),
         (dict(parallel=SHARDED, train={"optimizer": "bitsandbytes8bit"}), "use adamw8bit"),
+        (dict(model={"init": "shards"}), "without it there are no shards"),
         (dict(parallel={"sharding": "fsdp"}), "did you mean 'fsdp2'?"),
     ],
 )

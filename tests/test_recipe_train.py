@@ -127,6 +127,10 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
     assert [row["step"] for row in read_log(whole / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     packed = "transformer-nvfp4/diffusion_pytorch_model.safetensors"
     assert (whole / packed).read_bytes() == (resumed / packed).read_bytes()
+    # Nothing is left to train after the last step, and the export is the same.
+    ended = tmp_path / "ended"
+    assert train.main([str(recipe), "--output", str(ended), "--resume", str(whole / last)]) == 0
+    assert (whole / packed).read_bytes() == (ended / packed).read_bytes()
     # and the checkpoint does matter: weights moved between steps 3 and 6
     before = checkpoint_state(halfway)["model"]
     assert any(not torch.equal(before[name], one["model"][name]) for name in before)

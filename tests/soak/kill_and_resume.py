@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import signal
 import subprocess
@@ -25,7 +26,7 @@ def soak(recipe: Path, folder: Path, *, kills: int, seed: int = 0, arguments: tu
     """Run twice, once whole and once with ``kills`` kills; returns what differs, nothing when all is equal."""
     whole, killed = folder / "whole", folder / "killed"
     began = time.monotonic()
-    _finish(_start(recipe, whole, "--overwrite", *arguments))
+    _finish(_start(recipe, whole, "--overwrite", *arguments), whole)
     seconds = time.monotonic() - began
     steps = len(_losses(whole))
     chance = random.Random(seed)
@@ -35,9 +36,9 @@ def soak(recipe: Path, folder: Path, *, kills: int, seed: int = 0, arguments: tu
         before = len(_losses(killed))
         while process.poll() is None and len(_losses(killed)) <= before and not (killed / "scores.json").exists():
             time.sleep(0.05)
-        time.sleep(chance.uniform(0, 2 * seconds / (kills + 1)))
+        time.sleep(chance.uniform(0, seconds / (kills + 1)))
         if process.poll() is not None and process.returncode != 0:
-            return [f"the run ended with status {process.returncode} after {done} kills"]
+            return [f"the run ended with status {process.returncode} after {done} kills, see {_log(killed)}"]
         process.send_signal(signal.SIGKILL)
         process.wait()
         done += 1
@@ -45,7 +46,7 @@ def soak(recipe: Path, folder: Path, *, kills: int, seed: int = 0, arguments: tu
         if (killed / "scores.json").exists():
             break
     if not (killed / "scores.json").exists():
-        _finish(_start(recipe, killed, *_how_to_go_on(killed), *arguments))
+        _finish(_start(recipe, killed, *_how_to_go_on(killed), *arguments), killed)
     wrong = []
     if _losses(whole) != _losses(killed):
         wrong.append("the losses differ")
@@ -57,13 +58,20 @@ def soak(recipe: Path, folder: Path, *, kills: int, seed: int = 0, arguments: tu
 
 def _start(recipe: Path, output: Path, *arguments: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, str(TRAIN), str(recipe), "--output", str(output), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    environment = {**os.environ, "PYTHONPATH": str(TRAIN.parents[1])}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with _log(output).open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
 
-def _finish(process: subprocess.Popen[bytes]) -> None:
-    _, errors = process.communicate()
-    if process.returncode not in (0, 1):  # 1 is a gate that was missed
-        raise SystemExit(f"the run failed: {errors.decode()[-2000:]}")
+def _log(output: Path) -> Path:
+    """What the last process of a run printed."""
+    return output.with_name(f"{output.name}.log")
+
+
+def _finish(process: subprocess.Popen[bytes], output: Path) -> None:
+    if process.wait():
+        raise RuntimeError(f"the run failed, see {_log(output)}: {_log(output).read_text(encoding='utf-8')[-2000:]}")
 
 
 def _how_to_go_on(output: Path) -> tuple[str, ...]:
