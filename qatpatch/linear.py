@@ -171,11 +171,7 @@ class _Once(NamedTuple):
 
     weight: Kept | None  # the quantized weight, inside a scope that keeps it
     state: LinearState | None  # of a layer that shares its input
-    source: torch.Tensor | None  # that input, before any cast
-
-
-# Input and weight by two operators, so that a compiler sees which inputs are equal.
-_APART = _Once(None, None, None)
+    source: torch.Tensor  # that input, before any cast
 
 
 def _once(state: LinearState, source: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, kernel: str) -> _Once | None:
@@ -212,14 +208,17 @@ def _product(
     """Output (..., N) of x (..., K), weight (N, K) and bias (N) in the compute dtype; and x packed, where asked for."""
     run, rule = ops.calls(x, weight), settings.global_scale
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if once is None and not pack:
+        y = run.linear(rows, weight, bias, input_scale, settings.activations, out_dtype, rule, kernel)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0]), None
     kept, sharer = (None, None) if once is None else (once.weight, once.state)
     quantized = key = None
     if sharer is not None:
         key = sharer.group, settings, kernel, x.dtype, pack
         quantized = sharer.switch.input.find(sharer, once.source, key)
     missing = settings.activations and quantized is None
-    if missing and kept is None and not pack and once is not _APART:
-        xq, x_scale, w, w_scale = run.operands(rows, weight, input_scale, rule, kernel)
+    if missing and kept is None and not pack:
+        xq, x_scale, w, w_scale = ops.operands(rows, weight, input_scale, rule, kernel)
         quantized = xq, x_scale, None
     else:
         w, w_scale = run.operand(weight, None, rule, kernel) if kept is None else kept.operand(weight)
@@ -335,11 +334,9 @@ class QATLinear(nn.Linear):
             kernel,
             autocast or weight_dtype,
         )
-        compiling = torch.compiler.is_compiling()
-        once = None if compiling else _once(state, source, x, weight, kernel)
+        once = None if torch.compiler.is_compiling() else _once(state, source, x, weight, kernel)
         if _differentiated(x, weight, bias):
-            # Only graphs with a backward are rid of repeated operators.
-            return _QATLinear.apply(*arguments, _APART if compiling and state.shares_input else once, call)
+            return _QATLinear.apply(*arguments, once, call)
         return _product(*arguments, once)[0]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QATLinear:
@@ -502,19 +499,20 @@ class NVFP4Linear(nn.Linear):
             bias = None if bias is None else _as(bias.detach(), dtype)
             y = run.scaled_matmul(*xq, *w, bias, out_dtype, kernel)
             return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
-        w = run.packed_operand(packed, self.weight_scale, global_scale, self.in_features, dtype, rule, kernel)
-        xq, x_scale = rows, None
-        if state.settings.activations:
-            share = state.shares_input and run.direct
-            shared, key = state.switch.input, (state.group, state.settings, kernel, dtype, False) if share else ()
-            quantized = shared.find(state, x, key) if share else None
-            if quantized is None:
-                quantized = _quantized_input(rows, state.input_scale(x), rule, kernel, run, False)
-                if share:
-                    shared.keep(state, x, key, quantized)
-            xq, x_scale, _ = quantized
         bias = None if bias is None else _as(bias.detach(), dtype)
-        y = run.matmul(xq, x_scale, w, global_scale, bias, out_dtype, rule, kernel)
+        activations, weight = state.settings.activations, (packed, self.weight_scale, global_scale)
+        if not (activations and state.shares_input and run.direct):
+            y = run.packed_linear(
+                rows, *weight, bias, state.input_scale(x) if activations else None, activations, out_dtype, rule, kernel
+            )
+            return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
+        shared, key = state.switch.input, (state.group, state.settings, kernel, dtype, False)
+        quantized = shared.find(state, x, key)
+        if quantized is None:
+            quantized = run.operand(rows, state.input_scale(x), rule, kernel)
+            shared.keep(state, x, key, quantized)
+        w = run.packed_operand(*weight, self.in_features, dtype, rule, kernel)
+        y = run.matmul(*quantized, w, global_scale, bias, out_dtype, rule, kernel)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def kernel(self, device: torch.device, out_dtype: torch.dtype | None = None) -> str:

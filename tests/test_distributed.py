@@ -146,8 +146,9 @@ class Scales(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.qatpatch.operands.default:
-            self.seen.append(float(out[3]))
+        if func is torch.ops.qatpatch.linear.default:
+            _, weight, *_, rule, _ = args
+            self.seen.append(float(qatpatch.nvfp4.choose_global_scale(weight, rule)))
         return out
 
 

@@ -682,9 +682,15 @@ class TestOperators:
         for bias, dtype in ((None, torch.float32), (normal(7), torch.bfloat16)):
             torch.library.opcheck(ops.matmul, (x, scale, weight, scale, bias, dtype, "pow2", KERNEL))
 
+    @pytest.mark.parametrize("activations", [True, False], ids=["w4a4", "w4a16"])
     @pytest.mark.parametrize("scale", [None, torch.tensor(0.0123)], ids=["own", "foreign"])
-    def test_opcheck_of_both_operands(self, scale):
-        torch.library.opcheck(ops.operands, (normal(2, 5, 60), normal(7, 60, seed=1), scale, "pow2", KERNEL))
+    def test_opcheck_of_whole_forwards(self, scale, activations):
+        x, weight = normal(2, 5, 60), normal(7, 60, seed=1)
+        packed = ops.quantize(weight, None, "pow2", KERNEL)
+        for bias, dtype in ((None, torch.float32), (normal(7), torch.bfloat16)):
+            rest = bias, scale, activations, dtype, "pow2", KERNEL
+            torch.library.opcheck(ops.linear, (x, weight, *rest))
+            torch.library.opcheck(ops.packed_linear, (x, *packed, *rest))
 
     @pytest.mark.parametrize("settings", [{}, {"backward": "quantized"}, {"activations": False}], ids=str)
     def test_eager_leaves_the_dispatcher_out_and_changes_nothing(self, settings):
@@ -695,7 +701,7 @@ class TestOperators:
         with called:
             moded = (*_gradients(layer, x), packed(x))
         assert all(torch.equal(a, b) for a, b in zip(plain, moded, strict=True))
-        wanted = {"matmul", "operand"} if settings else {"matmul", "operand", "operands"}
+        wanted = {"packed_linear", "matmul" if settings.get("backward") else "linear"}
         assert wanted <= called.names
         assert ops.calls(x, layer.weight) is not ops.calls(x.to("meta"), layer.weight.to("meta"))
 

@@ -46,14 +46,11 @@ def _operand_fake(x, global_scale, rule, kernel):
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((), dtype=torch.float32)
 
 
-def _operands(
+def operands(
     x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor | None, rule: str, kernel: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Both operands of a GEMM, x (..., K) and weight (N, K), each followed by its global scale ()."""
     return kernel_named(kernel).load().operands(x, weight, x_scale=x_scale, rule=rule)
-
-
-def _operands_fake(x, weight, x_scale, rule, kernel):
-    return *_operand_fake(x, x_scale, rule, kernel), *_operand_fake(weight, None, rule, kernel)
 
 
 def _packed_operand(
@@ -107,16 +104,68 @@ def _matmul_fake(x, x_scale, weight, weight_scale, bias, out_dtype, rule, kernel
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
 
+def _linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    activations: bool,
+    out_dtype: torch.dtype,
+    rule: str,
+    kernel: str,
+) -> torch.Tensor:
+    if activations:
+        xq, x_scale, w, w_scale = operands(x, weight, x_scale, rule, kernel)
+    else:
+        xq, x_scale, (w, w_scale) = x, None, _operand(weight, None, rule, kernel)
+    return _matmul(xq, x_scale, w, w_scale, bias, out_dtype, rule, kernel)
+
+
+def _linear_fake(x, weight, bias, x_scale, activations, out_dtype, rule, kernel):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+
+
+def _packed_linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    activations: bool,
+    out_dtype: torch.dtype,
+    rule: str,
+    kernel: str,
+) -> torch.Tensor:
+    w = _packed_operand(packed, block_scale, global_scale, x.shape[-1], x.dtype, rule, kernel)
+    x, x_scale = _operand(x, x_scale, rule, kernel) if activations else (x, None)
+    return _matmul(x, x_scale, w, global_scale, bias, out_dtype, rule, kernel)
+
+
+def _packed_linear_fake(x, packed, block_scale, global_scale, bias, x_scale, activations, out_dtype, rule, kernel):
+    return x.new_empty((*x.shape[:-1], packed.shape[0]), dtype=out_dtype)
+
+
 # x (..., K), quantized and dense again: a contiguous GEMM operand and the global scale ().
 operand = _define(
     "operand(Tensor x, Tensor? global_scale, str rule, str kernel) -> (Tensor, Tensor)", _operand, _operand_fake
 )
 
-# Both operands of a GEMM, x (..., K) and weight (N, K), each followed by its global scale ().
-operands = _define(
-    "operands(Tensor x, Tensor weight, Tensor? x_scale, str rule, str kernel) -> (Tensor, Tensor, Tensor, Tensor)",
-    _operands,
-    _operands_fake,
+# A whole forward, so that a compiled graph has one node and one call a layer: x (..., K) with weight (N, K), quantized
+# here (x where ``activations`` says so), bias (N).
+linear = _define(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? x_scale, bool activations, ScalarType out_dtype, str rule, "
+    "str kernel) -> Tensor",
+    _linear,
+    _linear_fake,
+)
+
+# The same of a packed weight: codes, E4M3 bytes, global scale.
+packed_linear = _define(
+    "packed_linear(Tensor x, Tensor packed, Tensor block_scale, Tensor global_scale, Tensor? bias, Tensor? x_scale, "
+    "bool activations, ScalarType out_dtype, str rule, str kernel) -> Tensor",
+    _packed_linear,
+    _packed_linear_fake,
 )
 
 # The operand (..., columns) of packed storage: uint8 codes, uint8 E4M3 bytes, float32 global scale ().
@@ -152,16 +201,17 @@ class Calls(NamedTuple):
     ``direct``: they are what is behind the operators.
     """
 
+    linear: Callable
+    packed_linear: Callable
     operand: Callable
-    operands: Callable
     packed_operand: Callable
     quantize: Callable
     matmul: Callable
     direct: bool
 
 
-_OPERATORS = Calls(operand, operands, packed_operand, quantize, matmul, False)
-_DIRECT = Calls(_operand, _operands, _packed_operand, _quantize, _matmul, True)
+_OPERATORS = Calls(linear, packed_linear, operand, packed_operand, quantize, matmul, False)
+_DIRECT = Calls(_linear, _packed_linear, _operand, _packed_operand, _quantize, _matmul, True)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 

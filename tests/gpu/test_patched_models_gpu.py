@@ -274,12 +274,13 @@ def test_opcheck(shape, rule):
     name, scale = "triton_linear", torch.tensor(0.013, device="cuda")
     for given in (None, scale):
         torch.library.opcheck(ops.operand, (x, given, rule, name))
-        torch.library.opcheck(ops.operands, (x, weight, given, rule, name))
+        torch.library.opcheck(ops.linear, (x, weight, None, given, True, BF16, rule, name))
         torch.library.opcheck(ops.quantize, (x, given, rule, name))
     packed = ops.quantize(weight, None, rule, name)
     torch.library.opcheck(ops.packed_operand, (*packed, columns, BF16, rule, name))
-    xq, x_scale, w, w_scale = ops.operands(x, weight, None, rule, name)
+    (xq, x_scale), (w, w_scale) = ops.operand(x, None, rule, name), ops.operand(weight, None, rule, name)
     bias = torch.randn(48, device="cuda", dtype=BF16)
+    torch.library.opcheck(ops.packed_linear, (x, *packed, None, None, True, BF16, rule, name))
     torch.library.opcheck(ops.matmul, (xq, x_scale, w, w_scale, bias, BF16, rule, name))
 
 
