@@ -79,6 +79,7 @@ class LinearState:
         settings: `LinearSettings`.
         switch: the model's open blocks.
         group: what the layers that are called with the same input have in common (`reuse.input_group`), or None.
+        deploy_kernel: the kernel to deploy with, by name or ``"native"``; None: the first usable one.
         trained_dtype: compute dtype of the last forward that counts as training (or, before one, under autocast).
         calibration: largest input magnitudes seen, float32 (); None outside `calibrate`.
     """
@@ -88,6 +89,7 @@ class LinearState:
         self.switch = switch or Switch()
         self.group = group
         self.shares_input = group is not None  # for compilers, to which the groups of all blocks must look alike
+        self.deploy_kernel: str | None = None
         self.trained_dtype: torch.dtype | None = None
         self.calibration: Callable[[torch.Tensor], None] | None = None
         self.history = CallHistory()
@@ -110,19 +112,27 @@ class LinearState:
         device: torch.device,
         shape: tuple[int, int] | None = None,
         out_dtype: torch.dtype | None = None,
+        bias: bool = False,
     ) -> str:
         """The kernel for tensors on ``device``, resolved on first use there.
 
-        Native ones serve only some shapes (out_features, in_features) and output dtypes, and no unquantized input.
+        Native ones serve only some shapes (out_features, in_features) and output dtypes, no unquantized input, and not
+        every one a bias.
         """
-        key = (stage, device.type, device.index, shape, out_dtype)
+        asked = self.deploy_kernel if stage == "deploy" else None
+        key = (stage, device.type, device.index, shape, out_dtype, bias, asked)
         name = self._kernels.get(key)
         if name is None:
-            weight_only = not self.settings.activations
             name = self._kernels[key] = kernels.resolved_name(
-                "linear", stage, "nvfp4", str(device), shape=shape, weight_only=weight_only, out_dtype=out_dtype
+                "linear", stage, "nvfp4", str(device), name=asked, **self.limits(shape, out_dtype, bias)
             )
         return name
+
+    def limits(
+        self, shape: tuple[int, int] | None = None, out_dtype: torch.dtype | None = None, bias: bool = False
+    ) -> dict[str, Any]:
+        """What `kernels.resolution` must know of the layer."""
+        return {"shape": shape, "weight_only": not self.settings.activations, "out_dtype": out_dtype, "bias": bias}
 
     def compute_dtype(self, autocast: torch.dtype | None, weight_dtype: torch.dtype, *, training: bool) -> torch.dtype:
         """The dtype in which operands are quantized, ``autocast`` (None: off) first; recorded for deploy."""
@@ -431,7 +441,8 @@ class NVFP4Linear(nn.Linear):
         """Pack ``linear``; ``retain`` keeps its dense weight as ``dense_weight`` (the same Parameter)."""
         state, weight = linear.quantization, linear.weight.detach()
         source = weight.to(state.trained_dtype or weight.dtype)
-        kernel = state.kernel("deploy", weight.device, tuple(weight.shape), weight.dtype)
+        bias = linear.bias is not None
+        kernel = state.kernel("deploy", weight.device, tuple(weight.shape), weight.dtype, bias)
         packed, block_scale, global_scale = ops.quantize(source, None, state.settings.global_scale, kernel)
         layer = cls(
             packed=packed,
@@ -520,7 +531,7 @@ class NVFP4Linear(nn.Linear):
     def kernel(self, device: torch.device, out_dtype: torch.dtype | None = None) -> str:
         """The kernel that computes on ``device`` with ``out_dtype`` (default: outside autocast)."""
         shape = (self.out_features, self.in_features)
-        return self.quantization.kernel("deploy", device, shape, out_dtype or self.compute_dtype)
+        return self.quantization.kernel("deploy", device, shape, out_dtype or self.compute_dtype, self.bias is not None)
 
     def tiled_scale(self) -> torch.Tensor:
         """The block scales as native kernels read them (`layouts.tile_scales`): kept until those are others."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 import sys
 from types import SimpleNamespace
 
@@ -133,11 +134,14 @@ class TestFlashinfer:
         assert torch.equal(flashinfer_linear.scaled_matmul(*moved, None, out_dtype=torch.bfloat16), wanted)
 
 
-def deployed(columns: int = 96, out: int = 64, *, dtype=torch.bfloat16, **settings) -> NVFP4Linear:
+def deployed(
+    columns: int = 96, out: int = 64, *, dtype=torch.bfloat16, kernel=None, bias=True, **settings
+) -> NVFP4Linear:
     torch.manual_seed(0)
-    layer = nn.Linear(columns, out).to(dtype)
+    layer = nn.Linear(columns, out, bias=bias).to(dtype)
     layer.__class__ = QATLinear
     layer.quantization = LinearState(LinearSettings(**settings))
+    layer.quantization.deploy_kernel = kernel
     return NVFP4Linear.from_linear(layer, retain=False)
 
 
@@ -156,7 +160,7 @@ def exact(layer: NVFP4Linear, x: torch.Tensor) -> np.ndarray:
 class TestLayer:
     @pytest.mark.parametrize("rule", ["pow2", "amax"])
     def test_forward(self, row, rule):
-        layer, x = deployed(global_scale=rule), normal(2, 70, 96)
+        layer, x = deployed(kernel=row.name, global_scale=rule), normal(2, 70, 96)
         with torch.no_grad():
             y = layer(x)
         wanted = exact(layer, x)
@@ -165,6 +169,17 @@ class TestLayer:
         assert (np.abs(y.double().numpy() - wanted) <= roundings * 2.0**-8 * (np.abs(wanted) + 1)).all()
         if row is standin.NATIVE_ROW:
             assert torch.equal(y, torch.from_numpy(wanted).float().bfloat16())
+
+    def test_a_bias_is_rounded_with_the_product_unless_the_row_is_asked_for(self, monkeypatch):
+        monkeypatch.setattr(kernels, "TABLE", (standin.FLASHINFER_ROW, standin.NATIVE_ROW, *kernels.TABLE))
+        x, name = normal(70, 96), standin.FLASHINFER_ROW.name
+        layer, plain, asked = deployed(), deployed(bias=False), deployed(kernel=name)
+        found = [each.kernel(torch.device("cpu")) for each in (layer, plain, asked)]
+        assert found == [standin.NATIVE_ROW.name, name, name]
+        with torch.no_grad():
+            assert torch.equal(layer(x), torch.from_numpy(exact(layer, x)).float().bfloat16())
+            once = plain(x)
+            assert torch.equal(asked(x), (once.float() + asked.bias.float()).bfloat16())
 
     def test_float32_and_autocast_and_ragged_input(self, monkeypatch):
         monkeypatch.setattr(kernels, "TABLE", (standin.NATIVE_ROW, *kernels.TABLE))
@@ -180,7 +195,7 @@ class TestLayer:
         assert np.allclose(low.float().numpy(), exact(layer, x.bfloat16()), rtol=2.0**-8, atol=1e-6)
 
     def test_gradients_are_those_of_the_emulated_row(self, row, monkeypatch):
-        layer, x = deployed(), normal(5, 96).requires_grad_()
+        layer, x = deployed(kernel=row.name), normal(5, 96).requires_grad_()
         layer(x).float().square().sum().backward()
         native = x.grad.clone(), layer.bias.grad.clone()
         monkeypatch.setattr(kernels, "TABLE", kernels.TABLE[1:])
@@ -192,7 +207,7 @@ class TestLayer:
     def test_compiles_to_one_graph_with_the_bits_of_eager(self, row):
         x = normal(2, 33, 96)
         for prepared in (False, True):
-            layer, counter = deployed(), CompileCounterWithBackend("aot_eager")
+            layer, counter = deployed(kernel=row.name), CompileCounterWithBackend("aot_eager")
             with torch.no_grad():
                 wanted = layer(x)
                 if not prepared:  # as after a load
@@ -206,7 +221,7 @@ class TestLayer:
             assert (layer.weight_scale_tiled is not None) == prepared
 
     def test_compiles_with_dynamic_rows_and_gradients(self, row):
-        layer = deployed()
+        layer = deployed(kernel=row.name)
         function = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
         for rows in (5, 130):
             x = normal(rows, 96).requires_grad_()
@@ -220,7 +235,7 @@ class TestTiledScale:
     """What is derived from the stored scales follows them, and is in no file."""
 
     def test_derived_once_and_in_no_state_dict(self, row):
-        layer = deployed()
+        layer = deployed(kernel=row.name)
         keys = set(layer.state_dict())
         kept = layer.weight_scale_tiled  # from deploy on
         with torch.no_grad():
@@ -230,8 +245,8 @@ class TestTiledScale:
         assert set(layer.state_dict()) == keys
 
     def test_follows_loads_writes_casts_and_copies(self, row):
-        layer, x = deployed(), normal(4, 96)
-        other = deployed()
+        layer, x = deployed(kernel=row.name), normal(4, 96)
+        other = deployed(kernel=row.name)
         with torch.no_grad():
             other.weight_scale.fill_(0x40)
             layer(x)
@@ -252,12 +267,12 @@ class TestTiledScale:
 
     def test_inference_mode_and_meta(self, row):
         with torch.inference_mode():
-            layer = deployed()
+            layer = deployed(kernel=row.name)
             y = layer(normal(4, 96))
         with torch.no_grad():
             assert torch.equal(layer(normal(4, 96)), y)
-        layer = deployed().to("meta")
-        layer.quantization._kernels["deploy", "meta", None, (64, 96), torch.bfloat16] = row.name
+        layer = deployed(kernel=row.name).to("meta")
+        layer.quantization._kernels["deploy", "meta", None, (64, 96), torch.bfloat16, True, row.name] = row.name
         with torch.no_grad():
             assert layer(normal(4, 96).to("meta")).shape == (4, 64)
 
@@ -279,6 +294,35 @@ def test_a_model_deployed_on_a_native_row_saves_loads_and_compiles(monkeypatch, 
     assert torch.equal(run(loaded, data), found)
     compiled = torch.compile(qatpatch.load(tmp_path), fullgraph=True, backend="aot_eager")
     assert torch.equal(run(compiled, data), found)
+
+
+def test_the_kernel_of_linears_is_asked_for_by_name(monkeypatch):
+    monkeypatch.delitem(sys.modules, "flashinfer")  # diffusers looks for it
+    monkeypatch.setattr(kernels, "TABLE", (*ROWS[::-1], *kernels.TABLE))
+    model = tiny_ltx2(torch.bfloat16, layers=1)
+    qatpatch.apply(model)
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(mm_fp4=standin.mm_fp4))
+    before = {name: type(module) for name, module in model.named_modules()}
+    for kernel, reason in (
+        ("triton_linear", "(?s)does not serve .*runs on cuda, not on cpu"),
+        ("triton_attention", "no linear kernel called 'triton_attention'"),
+        ("fflashinfer", "there is no kernel called 'fflashinfer'"),
+    ):
+        with pytest.raises(qatpatch.KernelUnavailable, match=reason):
+            qatpatch.deploy(model, linear_kernel=kernel)
+        assert {name: type(module) for name, module in model.named_modules()} == before
+    default = copy.deepcopy(model)
+    receipt = qatpatch.deploy(default)
+    assert {row.name for row in receipt.kernels.values() if row.op == "linear"} == {"native_standin"}
+    assert receipt.notes == () and "two roundings" in str(receipt)  # among the kernels that were passed over
+    receipt = qatpatch.deploy(model, linear_kernel="flashinfer_standin")
+    assert {row.name for row in receipt.kernels.values() if row.op == "linear"} == {"flashinfer_standin"}
+    note = "adds a bias after its own rounding: two roundings where the format promises one"
+    assert receipt.notes == (f"flashinfer_standin, in {len(receipt.packed)} layers: {note}",)
+    assert receipt.notes[0] in str(receipt)
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        layers = qatpatch.report(other).layers
+        assert all(note in layers[name].note and layers[name].native for name in receipt.packed)
 
 
 def layers_scales(layer: NVFP4Linear) -> torch.Tensor:
