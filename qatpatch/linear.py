@@ -501,31 +501,29 @@ class NVFP4Linear(nn.Linear):
         _check_dtypes(x.dtype, host_dtype, autocast)
         dtype = autocast or state.trained_dtype or host_dtype
         out_dtype = autocast or host_dtype
-        kernel, run = self.kernel(device, out_dtype), ops.calls(x, packed)
+        kernel = self.kernel(device, out_dtype)
+        native = kernels.kernel_named(kernel).native
+        run = (native_ops if native else ops).calls(x, packed)
         rows = _as(x, dtype)
         rows = rows if x.dim() == 2 else rows.reshape(-1, self.in_features)
         global_scale = self.weight_global_scale.view(torch.float32).reshape(())
         rule = state.settings.global_scale
-        if kernels.kernel_named(kernel).native:
-            run = native_ops.calls(x, packed)
-            xq = run.quantize_activation(rows, state.input_scale(x), rule, kernel)
-            w = packed, self.tiled_scale(), global_scale
-            bias = None if bias is None else _as(bias.detach(), dtype)
-            y = run.scaled_matmul(*xq, *w, bias, out_dtype, kernel)
-            return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
-        w = run.packed_operand(packed, self.weight_scale, global_scale, self.in_features, dtype, rule, kernel)
-        xq, x_scale = rows, None
+        bias = None if bias is None else _as(bias.detach(), dtype)
+        quantized = rows, None
         if state.settings.activations:
             share = state.shares_input and run.direct
-            shared, key = state.switch.input, (state.group, state.settings, kernel, dtype, False) if share else ()
+            shared, key = state.switch.input, (state.group, state.settings, kernel, dtype, "deployed") if share else ()
             quantized = shared.find(state, x, key) if share else None
             if quantized is None:
-                quantized = _quantized_input(rows, state.input_scale(x), rule, kernel, run, False)
+                quantize = run.quantize_activation if native else run.operand
+                quantized = quantize(rows, state.input_scale(x), rule, kernel)
                 if share:
                     shared.keep(state, x, key, quantized)
-            xq, x_scale, _ = quantized
-        bias = None if bias is None else _as(bias.detach(), dtype)
-        y = run.matmul(xq, x_scale, w, global_scale, bias, out_dtype, rule, kernel)
+        if native:
+            y = run.scaled_matmul(*quantized, packed, self.tiled_scale(), global_scale, bias, out_dtype, kernel)
+        else:
+            w = run.packed_operand(packed, self.weight_scale, global_scale, self.in_features, dtype, rule, kernel)
+            y = run.matmul(*quantized, w, global_scale, bias, out_dtype, rule, kernel)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def kernel(self, device: torch.device, out_dtype: torch.dtype | None = None) -> str:

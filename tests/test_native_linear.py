@@ -5,9 +5,11 @@ call, `NVFP4Linear` bound to a native row, eager and compiled.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
 import sys
+import weakref
 from types import SimpleNamespace
 
 import native_standin as standin
@@ -327,3 +329,146 @@ def test_the_kernel_of_linears_is_asked_for_by_name(monkeypatch):
 
 def layers_scales(layer: NVFP4Linear) -> torch.Tensor:
     return layouts.untile_scales(layer.weight_scale_tiled, *layer.weight_scale.shape)
+
+
+class Attention(nn.Module):
+    def __init__(self, kernel: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(96, 64, dtype=torch.bfloat16) for _ in range(3))
+        qatpatch.apply(self, qatpatch.Profile(name="all", rules=(qatpatch.Rule(match=("*",), action="linear"),)))
+        qatpatch.deploy(self, linear_kernel=kernel)
+
+    def forward(self, x, context=None):
+        context = x if context is None else context
+        return torch.cat([self.to_q(x), self.to_k(context), self.to_v(context)], -1)
+
+
+class TestSharedInput:
+    """q, k and v quantize one input once on the native route, and no stale one ever."""
+
+    @pytest.fixture
+    def quantized(self, row, monkeypatch):
+        """The shapes of the activations that the row quantizes, in order."""
+        shapes, module = [], row.load()
+        real = module.quantize_activation
+
+        def noted(x, **arguments):
+            shapes.append(tuple(x.shape))
+            return real(x, **arguments)
+
+        monkeypatch.setattr(module, "quantize_activation", noted)
+        return shapes
+
+    @pytest.fixture
+    def net(self, row, quantized):
+        net = Attention(row.name)
+        quantized.clear()  # of the proof
+        return net
+
+    @staticmethod
+    def apart(net, *inputs):
+        """The output of a copy whose layers share nothing."""
+        twin = copy.deepcopy(net)
+        for layer in twin.children():
+            layer.quantization.shares_input = False
+        return twin(*inputs)
+
+    def test_one_quantization_and_three_products(self, net, row, quantized, monkeypatch):
+        products, real = [], row.load().scaled_matmul
+        monkeypatch.setattr(
+            row.load(), "scaled_matmul", lambda *args, **kwargs: products.append(1) or real(*args, **kwargs)
+        )
+        x = normal(2, 35, 96)
+        with torch.no_grad():
+            for calls in (1, 2):  # the same tensor again is quantized again: each layer takes what is kept once
+                found = net(x)
+                assert quantized == [(70, 96)] * calls and len(products) == 3 * calls
+            assert torch.equal(found, self.apart(net, x))
+        assert len(quantized) == 2 + 3
+
+    def test_cross_attention_shares_between_k_and_v(self, net, quantized):
+        x, context = normal(5, 96), normal(7, 96, seed=1)[:5]
+        with torch.no_grad():
+            found = net(x, context)
+            assert len(quantized) == 2
+            assert torch.equal(found, self.apart(net, x, context))
+
+    def test_an_adapter_s_gradient(self, net, quantized):
+        x = normal(5, 96).requires_grad_()
+        (found,) = torch.autograd.grad(net(x).float().square().sum(), x)
+        assert len(quantized) == 1
+        (wanted,) = torch.autograd.grad(self.apart(net, x).float().square().sum(), x)
+        assert torch.equal(found, wanted)
+
+    def test_inputs_of_other_dtypes_are_cast_once_each(self, net, quantized):
+        x = normal(5, 96, dtype=torch.float32)
+        with torch.no_grad():
+            found = net(x)
+            assert len(quantized) == 1
+            with torch.autocast("cpu", torch.float16):
+                half = net(x)
+            assert len(quantized) == 2 and half.dtype is torch.float16
+            assert torch.equal(found, self.apart(net, x))
+
+    @pytest.mark.parametrize("write", ["in place", "data", "numpy"])
+    def test_the_next_call_sees_a_written_input(self, net, write):
+        x = normal(5, 96, dtype=torch.float32)
+        with torch.no_grad():
+            net(x)
+            {"in place": lambda: x.mul_(2), "data": lambda: x.data.mul_(2), "numpy": lambda: x.numpy().fill(3)}[write]()
+            assert torch.equal(net(x), self.apart(net, x.clone()))
+
+    def test_an_input_changed_in_place_between_q_and_k_is_quantized_again(self, net, quantized):
+        x = normal(5, 96)
+        with torch.no_grad():
+            net.to_q(x)
+            x.mul_(3.0)
+            found = net.to_k(x)
+            assert len(quantized) == 2
+            assert torch.equal(found, net.to_k(x.clone()))
+
+    def test_it_lives_no_longer_than_the_input(self, net):
+        x = normal(5, 96)
+        with torch.no_grad():
+            net.to_q(x)
+        shared = net.to_q.quantization.switch.input
+        codes = weakref.ref(shared._last[3][0])
+        assert codes() is not None
+        del x
+        gc.collect()
+        assert codes() is None and shared._last is None
+
+    def test_settings_and_groups_keep_inputs_apart(self, net, quantized):
+        x, state = normal(5, 96), net.to_k.quantization
+        state.settings = LinearSettings(input_scale="unit")
+        with torch.no_grad():
+            net.to_q(x)
+            found = net.to_k(x)
+            assert len(quantized) == 2
+            assert torch.equal(found, self.apart(net, x)[:, 64:128])
+            quantized.clear()
+            net.to_v.quantization.group = "another"
+            net.to_q(x), net.to_v(x)
+            assert len(quantized) == 2
+
+    def test_native_and_emulated_layers_share_nothing(self, net, quantized, monkeypatch):
+        x = normal(5, 96)
+        net.to_k.quantization.deploy_kernel = "reference_linear"
+        with torch.no_grad():
+            wanted = self.apart(net, x)
+            quantized.clear()
+            assert torch.equal(net(x), wanted)
+            assert len(quantized) == 2  # of q, and of v after k's was kept in another form
+
+    def test_inference_tensors_have_no_version_and_are_quantized_each_time(self, net, quantized):
+        with torch.inference_mode():
+            net(normal(5, 96))
+        assert len(quantized) == 3
+
+    def test_compiled_with_the_bits_of_eager(self, net):
+        x = normal(5, 96)
+        with torch.no_grad():
+            wanted = net(x)
+            assert torch.equal(torch.compile(net, fullgraph=True, backend="aot_eager")(x), wanted)
+            assert torch.equal(net(x), wanted)
