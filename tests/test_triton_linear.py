@@ -14,15 +14,18 @@ from qatpatch import kernels, nvfp4
 from qatpatch.linear import LinearSettings, LinearState, NVFP4Linear, QATLinear
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-RULES = {1: "pow2", 2: "amax"}
 
 
 class TorchLaunches:
     """What `triton_nvfp4_launch` offers, in torch; matrix products in float64."""
 
     @staticmethod
+    def rule_number(rule):
+        return rule
+
+    @staticmethod
     def global_scale(x, rule):
-        return nvfp4.choose_global_scale(x, RULES[rule])
+        return nvfp4.choose_global_scale(x, rule)
 
     @staticmethod
     def operand(x, scale, dtype, apply):
