@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from patched import qat_linear
 from torch import Tensor, nn
 
-from qatpatch.kernels import triton_nvfp4 as kernels
+from qatpatch.kernels import triton_linear
 from qatpatch.kernels import triton_nvfp4_launch as launch
 from qatpatch.kernels.triton_nvfp4_kernels import POW2, RAW
 from qatpatch.reuse import KeptWeights
@@ -168,7 +168,7 @@ class KernelBench:
         print(f"{kernel:28} {row['shape']:>12} tile {row['tile']:12} {us:8.1f} us {share:6.1%}", flush=True)
 
     def tiles(self) -> None:
-        scale = kernels.operand(self.inputs[0])[1]
+        scale = launch.operand_pow2(self.inputs[0], BF16)[1]
         packed = {id(x): launch.quantize(x, scale) for x in self.inputs}
 
         def unpack(x: Tensor, tile: launch.Tile) -> Tensor:
@@ -252,16 +252,16 @@ def bench_linear(m: int, k: int, n: int, fake_quantize: Callable[[Tensor], Tenso
 def bench_deployed(m: int, k: int, n: int) -> dict:
     x, weight = (torch.randn(r, k, device="cuda", dtype=BF16) for r in (m, n))
     bias = torch.randn(n, device="cuda", dtype=BF16)
-    packed, block_scale, scale = kernels.quantize(weight * 0.02)
+    packed, block_scale, scale = triton_linear.quantize(weight * 0.02, global_scale=None, rule="pow2")
 
     def dense() -> Tensor:
-        return kernels.dequantize(packed, block_scale, scale, k, dtype=BF16)
+        return launch.dequantize(packed, block_scale, scale, k, BF16, True)
 
     with torch.no_grad():
         times = turns_milliseconds(
             {
                 "bf16": lambda: F.linear(x, weight, bias),
-                "w4a4": lambda: F.linear(kernels.operand(x)[0], dense(), bias),
+                "w4a4": lambda: F.linear(launch.operand_pow2(x, BF16)[0], dense(), bias),
                 "w4a16": lambda: F.linear(x, dense(), bias),
             }
         )

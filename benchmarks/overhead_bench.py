@@ -25,7 +25,7 @@ from patched import qat_linear
 from torch import Tensor, nn
 
 from qatpatch.kernels import reference_nvfp4
-from qatpatch.linear import NVFP4Linear
+from qatpatch.packed_linear import NVFP4Linear
 
 CALLS = 20
 

@@ -30,7 +30,8 @@ from torch import nn
 
 from qatpatch import dispatch, nvfp4
 from qatpatch.errors import CheckpointError, PlanError
-from qatpatch.linear import BACKWARDS, COMPUTE_DTYPES, INPUT_SCALES, LinearSettings, LinearState, NVFP4Linear
+from qatpatch.linear_state import BACKWARDS, COMPUTE_DTYPES, INPUT_SCALES, LinearSettings, LinearState
+from qatpatch.packed_linear import NVFP4Linear
 from qatpatch.patch import Record, attention_states, is_purged, patch_record, replace_module
 from qatpatch.plan import RECORD
 from qatpatch.reuse import input_group

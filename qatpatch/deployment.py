@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from qatpatch import kernels
-from qatpatch.errors import PlanError
+from qatpatch.errors import KernelUnavailable, PlanError
 from qatpatch.graphs import forget_original
-from qatpatch.linear import NVFP4Linear, QATLinear
+from qatpatch.linear import QATLinear
+from qatpatch.packed_linear import NVFP4Linear
 from qatpatch.patch import (
     PassedOver,
     Record,
@@ -43,7 +45,11 @@ logger = logging.getLogger("qatpatch")
 
 @torch.no_grad()
 def deploy(
-    model: nn.Module, *, retain_original_weights: bool = False, attention_kernel: str | None = None
+    model: nn.Module,
+    *,
+    retain_original_weights: bool = False,
+    attention_kernel: str | None = None,
+    linear_kernel: str | None = None,
 ) -> DeployReport:
     """Pack the patched linears of ``model`` to NVFP4 in place and purge the originals.
 
@@ -53,6 +59,8 @@ def deploy(
             can undo.
             By default only the refine-only layers keep theirs (they run dense in the stage ``base``).
         attention_kernel: as ``kernel`` of `infer_attention`; default: the first usable one of the trained scheme.
+        linear_kernel: a kernel's name for every linear, ``"native"`` for FP4 tensor cores only; default: the first
+            usable one for each. It is not saved with the model.
 
     Returns:
         A `DeployReport` with the bytes before, after and freed, measured.
@@ -61,7 +69,8 @@ def deploy(
         PlanError: the model is not patched, is deployed already, or has layers that cannot be packed now (meta or
             sharded
             weights, offload hooks, the patch taken out); it is untouched.
-        KernelUnavailable: no kernel of the trained scheme is usable here; the model is untouched.
+        KernelUnavailable: no kernel of the trained scheme is usable here, or the one that is asked for does not serve
+            some layer; the model is untouched.
     """
     model = unwrap(model)
     record = patch_record(model)
@@ -71,6 +80,10 @@ def deploy(
     _check(model, layers)
     devices = {p.device for p in model.parameters()}
     attention = _attention_choices(model, record, attention_kernel)
+    if linear_kernel is not None:
+        _check_kernel(layers, linear_kernel)
+    for layer in layers.values():
+        layer.quantization.deploy_kernel = linear_kernel
     before, allocated = model_bytes(model), _allocated(devices)
     watched: dict[str, _Watched] = {}
     retained = []
@@ -151,6 +164,21 @@ def _uncalibrated(layer: QATLinear) -> bool:
     return settings.activations and settings.input_scale == "static" and settings.static_scale is None
 
 
+def _check_kernel(layers: dict[str, nn.Module], kernel: str) -> None:
+    """Raise where ``kernel`` does not serve one of the layers."""
+    asked: dict[tuple[Any, ...], str] = {}
+    for name, layer in layers.items():
+        shape, bias = (layer.out_features, layer.in_features), layer.bias is not None
+        dtype = layer.compute_dtype if isinstance(layer, NVFP4Linear) else layer.weight.dtype
+        limits = layer.quantization.limits(shape, dtype, bias)
+        asked.setdefault((device_of(layer, layer), *limits.items()), name)
+    for (device, *limits), name in asked.items():
+        try:
+            kernels.resolve("linear", stage="deploy", scheme="nvfp4", device=device, name=kernel, **dict(limits))
+        except KernelUnavailable as error:
+            raise KernelUnavailable(f"linear_kernel={kernel!r} does not serve {name}: {error}") from None
+
+
 def _attention_choices(model: nn.Module, record: Record, kernel: str | None) -> list[tuple[Any, AttentionChoice]]:
     choices = []
     for paths, state in zip(record.attentions.values(), attention_states(model, record), strict=True):
@@ -180,11 +208,12 @@ def _receipt(
     freed = before - after - sum(w.nbytes for name, w in alive.items() if name not in shared)
     if allocated is not None:
         freed = allocated - _allocated(devices)
-    rows, passed_over = {}, PassedOver()
+    rows, passed_over, notes = {}, PassedOver(), Counter()
     for name, paths in record.linears.items():
         module = layer_at(model, paths[0])
         device = module.weight_packed.device
         rows[name] = kernels.kernel_named(module.kernel(device))
+        notes[rows[name].name, kernels.two_roundings(rows[name], module.bias is not None)] += 1
         passed_over.add(module, rows[name], "deploy", "nvfp4", device)
     for name, paths in record.attentions.items():
         module = layer_at(model, paths[0])
@@ -204,6 +233,7 @@ def _receipt(
         bytes_after=after,
         bytes_freed=freed,
         held=_holders(alive, shared),
+        notes=tuple(f"{kernel}, in {count} layers: {note}" for (kernel, note), count in notes.items() if note),
     )
     logger.info(
         "deploy: %d linears packed, %d kept dense too, %d attentions, %d bytes -> %d, freed %d",

@@ -18,7 +18,8 @@ from torch import nn
 
 from qatpatch import dispatch
 from qatpatch.dispatch import AttentionState
-from qatpatch.linear import COMPUTE_DTYPES, LinearSettings, LinearState, QATLinear
+from qatpatch.linear import QATLinear
+from qatpatch.linear_state import COMPUTE_DTYPES, LinearSettings, LinearState
 from qatpatch.reuse import input_group
 from qatpatch.switch import Switch
 from qatpatch.units import Unit

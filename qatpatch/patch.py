@@ -25,7 +25,9 @@ from qatpatch import dispatch, kernels, masks
 from qatpatch.errors import KernelUnavailable, PlanError
 from qatpatch.graphs import restore, rewrite
 from qatpatch.kernels import Kernel
-from qatpatch.linear import LinearState, NVFP4Linear, QATLinear
+from qatpatch.linear import QATLinear
+from qatpatch.linear_state import LinearState
+from qatpatch.packed_linear import NVFP4Linear
 from qatpatch.plan import RECORD, Action, Plan, build_plan, patched_modules
 from qatpatch.profiles import Profile
 from qatpatch.receipts import LayerReceipt, PatchReport, Refusal, refusals
@@ -227,10 +229,8 @@ class PassedOver:
         """Count a layer on ``device`` that runs ``row`` at ``stage`` for ``scheme``."""
         state = layer_state(row.op, module)
         if row.op == "linear":
-            shape = (module.out_features, module.in_features)
-            limits = {"shape": shape, "weight_only": not state.settings.activations}
-            if isinstance(module, NVFP4Linear):
-                limits["out_dtype"] = module.compute_dtype
+            shape, bias = (module.out_features, module.in_features), module.bias is not None
+            limits = state.limits(shape, module.compute_dtype if isinstance(module, NVFP4Linear) else None, bias)
         else:
             limits = {"head_dim": state.head_dim}
         key = row, stage, scheme, device, *limits.values()
@@ -399,7 +399,7 @@ def _layer_receipt(kind: str, module: nn.Module | None, device: torch.device) ->
         return _dense_receipt(kind, "unavailable", str(error)), None
     if mode == "dense":
         return _dense_receipt(kind, "dense", ""), row
-    note = _note(module, state) if kind == "linear" else ""
+    note = _note(module, state, row) if kind == "linear" else ""
     shown = "deployed" if deployed and mode in ("quantized", "deployed") else "train" if mode == "quantized" else mode
     return (
         LayerReceipt(
@@ -424,7 +424,7 @@ def _dense_receipt(kind: str, state: str, note: str) -> LayerReceipt:
     return LayerReceipt(kind=kind, state=state, kernel="-", scheme="dense", simulated=False, native=False, note=note)
 
 
-def _note(module: nn.Module, state: LinearState) -> str:
+def _note(module: nn.Module, state: LinearState, row: Kernel) -> str:
     parts = []
     if not state.settings.activations:
         parts.append("weight only")
@@ -432,4 +432,5 @@ def _note(module: nn.Module, state: LinearState) -> str:
         parts.append("refine only")
     if isinstance(module, NVFP4Linear):
         parts.append("dense weight kept" if module.dense_weight is not None else "dense weight purged")
-    return ", ".join(parts)
+    parts.append(kernels.two_roundings(row, module.bias is not None))
+    return ", ".join(filter(None, parts))

@@ -17,7 +17,7 @@ from torch import nn
 from qatpatch import dispatch, kernels
 from qatpatch.errors import KernelUnavailable, PlanError, nearest
 from qatpatch.graphs import graph_units
-from qatpatch.linear import BACKWARDS, INPUT_SCALES, LinearSettings
+from qatpatch.linear_state import BACKWARDS, INPUT_SCALES, LinearSettings
 from qatpatch.nvfp4 import GLOBAL_SCALE_RULES
 from qatpatch.profiles import Profile, Rule, find_profile, matches
 from qatpatch.receipts import Receipt, Table, grouped, skip_table, warning_tables

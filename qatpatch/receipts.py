@@ -180,6 +180,7 @@ class DeployReport(Receipt):
         bytes_before, bytes_after: storage of the model's parameters and buffers.
         bytes_freed: what the device got back: as the allocator reports it on CUDA, else of storages that are gone.
         held: name of a dense weight that is still in memory -> who holds it.
+        notes: what kernels that were asked for by name do otherwise than they should.
         architecture, refused: as in `PatchReport`.
     """
 
@@ -192,6 +193,7 @@ class DeployReport(Receipt):
     bytes_after: int
     bytes_freed: int
     held: dict[str, str]
+    notes: tuple[str, ...] = ()
     architecture: str = ""
     refused: tuple[Refusal, ...] = ()
 
@@ -220,7 +222,7 @@ class DeployReport(Receipt):
         rows = [(pattern, str(count), self.held[first]) for pattern, count, first in groups]
         held = [("dense weights still in memory", "count", "held by"), *rows] if rows else []
         tables = [(title, memory), ("", [("kernel", "layers", "native"), *served]), *refusal_tables(self.refused)]
-        return [*tables, *([("", held)] if held else [])]
+        return [*tables, *([("", held)] if held else []), *warning_tables(self.notes)]
 
 
 def render(tables: Iterable[Table], form: str) -> str:

@@ -13,8 +13,10 @@ layers that beats dropping the least recent. They die with the scope. A CUDA gra
 regions and sharded (DTensor) weights quantize as usual.
 
 **Inputs.** to_q, to_k and to_v of one attention are called with one tensor in a row: it is quantized for the first and
-used for the others, each once; a second call of the same layer quantizes anew. Compiled regions call one operator a
-quantization, whose repetitions the compiler removes.
+used for the others, each once; a second call of the same layer quantizes anew. That holds for the layers that train
+(operands for a 16-bit GEMM) and for the deployed ones (packed codes and tiled scales on FP4 tensor cores). Compiled
+regions call one operator a quantization. The compiler removes its repetitions from graphs with a backward; without one,
+in compiled inference, each projection quantizes.
 """
 
 from __future__ import annotations

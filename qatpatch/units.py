@@ -14,7 +14,7 @@ from torch import nn
 
 from qatpatch import dispatch
 from qatpatch.errors import PlanError
-from qatpatch.linear import COMPUTE_DTYPES
+from qatpatch.linear_state import COMPUTE_DTYPES
 
 _ADAPTER_HOST = "base_layer"
 

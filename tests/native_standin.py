@@ -35,6 +35,7 @@ FLASHINFER_ROW = Kernel(
     multiples=(32, 32),
     weight_only=False,
     out_dtypes=(torch.bfloat16, torch.float16),
+    rounds_before_bias=True,
 )
 
 

@@ -11,7 +11,8 @@ from torch import nn
 
 import qatpatch
 from qatpatch import PlanError, Profile, Rule
-from qatpatch.linear import NVFP4Linear, QATLinear
+from qatpatch.linear import QATLinear
+from qatpatch.packed_linear import NVFP4Linear
 
 ANY_LINEAR = Profile(name="all", rules=(Rule(match=("*",), action="linear"),))
 

@@ -21,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qatpatch import nvfp4
 from qatpatch.kernels import ops
-from qatpatch.linear import LinearSettings, LinearState, NVFP4Linear, PurgedWeight, QATLinear
+from qatpatch.linear import QATLinear
+from qatpatch.linear_state import LinearSettings, LinearState
+from qatpatch.packed_linear import NVFP4Linear, PurgedWeight
 
 KERNEL = "reference_linear"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

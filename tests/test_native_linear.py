@@ -5,8 +5,11 @@ call, `NVFP4Linear` bound to a native row, eager and compiled.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
+import pickle
 import sys
+import weakref
 from types import SimpleNamespace
 
 import native_standin as standin
@@ -23,7 +26,9 @@ from torch.library import opcheck
 import qatpatch
 from qatpatch import kernels
 from qatpatch.kernels import flashinfer_linear, layouts, native_ops
-from qatpatch.linear import LinearSettings, LinearState, NVFP4Linear, QATLinear
+from qatpatch.linear import QATLinear
+from qatpatch.linear_state import LinearSettings, LinearState
+from qatpatch.packed_linear import NVFP4Linear
 
 ROWS = (standin.NATIVE_ROW, standin.FLASHINFER_ROW)
 
@@ -133,11 +138,14 @@ class TestFlashinfer:
         assert torch.equal(flashinfer_linear.scaled_matmul(*moved, None, out_dtype=torch.bfloat16), wanted)
 
 
-def deployed(columns: int = 96, out: int = 64, *, dtype=torch.bfloat16, **settings) -> NVFP4Linear:
+def deployed(
+    columns: int = 96, out: int = 64, *, dtype=torch.bfloat16, kernel=None, bias=True, **settings
+) -> NVFP4Linear:
     torch.manual_seed(0)
-    layer = nn.Linear(columns, out).to(dtype)
+    layer = nn.Linear(columns, out, bias=bias).to(dtype)
     layer.__class__ = QATLinear
     layer.quantization = LinearState(LinearSettings(**settings))
+    layer.quantization.deploy_kernel = kernel
     return NVFP4Linear.from_linear(layer, retain=False)
 
 
@@ -156,7 +164,7 @@ def exact(layer: NVFP4Linear, x: torch.Tensor) -> np.ndarray:
 class TestLayer:
     @pytest.mark.parametrize("rule", ["pow2", "amax"])
     def test_forward(self, row, rule):
-        layer, x = deployed(global_scale=rule), normal(2, 70, 96)
+        layer, x = deployed(kernel=row.name, global_scale=rule), normal(2, 70, 96)
         with torch.no_grad():
             y = layer(x)
         wanted = exact(layer, x)
@@ -165,6 +173,17 @@ class TestLayer:
         assert (np.abs(y.double().numpy() - wanted) <= roundings * 2.0**-8 * (np.abs(wanted) + 1)).all()
         if row is standin.NATIVE_ROW:
             assert torch.equal(y, torch.from_numpy(wanted).float().bfloat16())
+
+    def test_a_bias_is_rounded_with_the_product_unless_the_row_is_asked_for(self, monkeypatch):
+        monkeypatch.setattr(kernels, "TABLE", (standin.FLASHINFER_ROW, standin.NATIVE_ROW, *kernels.TABLE))
+        x, name = normal(70, 96), standin.FLASHINFER_ROW.name
+        layer, plain, asked = deployed(), deployed(bias=False), deployed(kernel=name)
+        found = [each.kernel(torch.device("cpu")) for each in (layer, plain, asked)]
+        assert found == [standin.NATIVE_ROW.name, name, name]
+        with torch.no_grad():
+            assert torch.equal(layer(x), torch.from_numpy(exact(layer, x)).float().bfloat16())
+            once = plain(x)
+            assert torch.equal(asked(x), (once.float() + asked.bias.float()).bfloat16())
 
     def test_float32_and_autocast_and_ragged_input(self, monkeypatch):
         monkeypatch.setattr(kernels, "TABLE", (standin.NATIVE_ROW, *kernels.TABLE))
@@ -180,7 +199,7 @@ class TestLayer:
         assert np.allclose(low.float().numpy(), exact(layer, x.bfloat16()), rtol=2.0**-8, atol=1e-6)
 
     def test_gradients_are_those_of_the_emulated_row(self, row, monkeypatch):
-        layer, x = deployed(), normal(5, 96).requires_grad_()
+        layer, x = deployed(kernel=row.name), normal(5, 96).requires_grad_()
         layer(x).float().square().sum().backward()
         native = x.grad.clone(), layer.bias.grad.clone()
         monkeypatch.setattr(kernels, "TABLE", kernels.TABLE[1:])
@@ -192,7 +211,7 @@ class TestLayer:
     def test_compiles_to_one_graph_with_the_bits_of_eager(self, row):
         x = normal(2, 33, 96)
         for prepared in (False, True):
-            layer, counter = deployed(), CompileCounterWithBackend("aot_eager")
+            layer, counter = deployed(kernel=row.name), CompileCounterWithBackend("aot_eager")
             with torch.no_grad():
                 wanted = layer(x)
                 if not prepared:  # as after a load
@@ -206,7 +225,7 @@ class TestLayer:
             assert (layer.weight_scale_tiled is not None) == prepared
 
     def test_compiles_with_dynamic_rows_and_gradients(self, row):
-        layer = deployed()
+        layer = deployed(kernel=row.name)
         function = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
         for rows in (5, 130):
             x = normal(rows, 96).requires_grad_()
@@ -220,7 +239,7 @@ class TestTiledScale:
     """What is derived from the stored scales follows them, and is in no file."""
 
     def test_derived_once_and_in_no_state_dict(self, row):
-        layer = deployed()
+        layer = deployed(kernel=row.name)
         keys = set(layer.state_dict())
         kept = layer.weight_scale_tiled  # from deploy on
         with torch.no_grad():
@@ -230,8 +249,8 @@ class TestTiledScale:
         assert set(layer.state_dict()) == keys
 
     def test_follows_loads_writes_casts_and_copies(self, row):
-        layer, x = deployed(), normal(4, 96)
-        other = deployed()
+        layer, x = deployed(kernel=row.name), normal(4, 96)
+        other = deployed(kernel=row.name)
         with torch.no_grad():
             other.weight_scale.fill_(0x40)
             layer(x)
@@ -252,12 +271,12 @@ class TestTiledScale:
 
     def test_inference_mode_and_meta(self, row):
         with torch.inference_mode():
-            layer = deployed()
+            layer = deployed(kernel=row.name)
             y = layer(normal(4, 96))
         with torch.no_grad():
             assert torch.equal(layer(normal(4, 96)), y)
-        layer = deployed().to("meta")
-        layer.quantization._kernels["deploy", "meta", None, (64, 96), torch.bfloat16] = row.name
+        layer = deployed(kernel=row.name).to("meta")
+        layer.quantization._kernels["deploy", "meta", None, (64, 96), torch.bfloat16, True, row.name] = row.name
         with torch.no_grad():
             assert layer(normal(4, 96).to("meta")).shape == (4, 64)
 
@@ -281,5 +300,177 @@ def test_a_model_deployed_on_a_native_row_saves_loads_and_compiles(monkeypatch, 
     assert torch.equal(run(compiled, data), found)
 
 
+def test_the_kernel_of_linears_is_asked_for_by_name(monkeypatch):
+    monkeypatch.delitem(sys.modules, "flashinfer")  # diffusers looks for it
+    monkeypatch.setattr(kernels, "TABLE", (*ROWS[::-1], *kernels.TABLE))
+    model = tiny_ltx2(torch.bfloat16, layers=1)
+    qatpatch.apply(model)
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(mm_fp4=standin.mm_fp4))
+    before = {name: type(module) for name, module in model.named_modules()}
+    for kernel, reason in (
+        ("triton_linear", "(?s)does not serve .*runs on cuda, not on cpu"),
+        ("triton_attention", "no linear kernel called 'triton_attention'"),
+        ("fflashinfer", "there is no kernel called 'fflashinfer'"),
+    ):
+        with pytest.raises(qatpatch.KernelUnavailable, match=reason):
+            qatpatch.deploy(model, linear_kernel=kernel)
+        assert {name: type(module) for name, module in model.named_modules()} == before
+    default = copy.deepcopy(model)
+    receipt = qatpatch.deploy(default)
+    assert {row.name for row in receipt.kernels.values() if row.op == "linear"} == {"native_standin"}
+    assert receipt.notes == () and "two roundings" in str(receipt)  # among the kernels that were passed over
+    receipt = qatpatch.deploy(model, linear_kernel="flashinfer_standin")
+    assert {row.name for row in receipt.kernels.values() if row.op == "linear"} == {"flashinfer_standin"}
+    note = "adds a bias after its own rounding: two roundings where the format promises one"
+    assert receipt.notes == (f"flashinfer_standin, in {len(receipt.packed)} layers: {note}",)
+    assert receipt.notes[0] in str(receipt)
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        layers = qatpatch.report(other).layers
+        assert all(note in layers[name].note and layers[name].native for name in receipt.packed)
+
+
 def layers_scales(layer: NVFP4Linear) -> torch.Tensor:
     return layouts.untile_scales(layer.weight_scale_tiled, *layer.weight_scale.shape)
+
+
+class Attention(nn.Module):
+    def __init__(self, kernel: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(96, 64, dtype=torch.bfloat16) for _ in range(3))
+        qatpatch.apply(self, qatpatch.Profile(name="all", rules=(qatpatch.Rule(match=("*",), action="linear"),)))
+        qatpatch.deploy(self, linear_kernel=kernel)
+
+    def forward(self, x, context=None):
+        context = x if context is None else context
+        return torch.cat([self.to_q(x), self.to_k(context), self.to_v(context)], -1)
+
+
+class TestSharedInput:
+    """q, k and v quantize one input once on the native route, and no stale one ever."""
+
+    @pytest.fixture
+    def quantized(self, row, monkeypatch):
+        """The shapes of the activations that the row quantizes, in order."""
+        shapes, module = [], row.load()
+        real = module.quantize_activation
+
+        def noted(x, **arguments):
+            shapes.append(tuple(x.shape))
+            return real(x, **arguments)
+
+        monkeypatch.setattr(module, "quantize_activation", noted)
+        return shapes
+
+    @pytest.fixture
+    def net(self, row, quantized):
+        net = Attention(row.name)
+        quantized.clear()  # of the proof
+        return net
+
+    @staticmethod
+    def apart(net, *inputs):
+        """The output of a copy whose layers share nothing."""
+        twin = copy.deepcopy(net)
+        for layer in twin.children():
+            layer.quantization.shares_input = False
+        return twin(*inputs)
+
+    def test_one_quantization_and_three_products(self, net, row, quantized, monkeypatch):
+        products, real = [], row.load().scaled_matmul
+        monkeypatch.setattr(
+            row.load(), "scaled_matmul", lambda *args, **kwargs: products.append(1) or real(*args, **kwargs)
+        )
+        x = normal(2, 35, 96)
+        with torch.no_grad():
+            for calls in (1, 2):  # the same tensor again is quantized again: each layer takes what is kept once
+                found = net(x)
+                assert quantized == [(70, 96)] * calls and len(products) == 3 * calls
+            assert torch.equal(found, self.apart(net, x))
+        assert len(quantized) == 2 + 3
+
+    def test_cross_attention_shares_between_k_and_v(self, net, quantized):
+        x, context = normal(5, 96), normal(7, 96, seed=1)[:5]
+        with torch.no_grad():
+            found = net(x, context)
+            assert len(quantized) == 2
+            assert torch.equal(found, self.apart(net, x, context))
+
+    def test_an_adapter_s_gradient(self, net, quantized):
+        x = normal(5, 96).requires_grad_()
+        (found,) = torch.autograd.grad(net(x).float().square().sum(), x)
+        assert len(quantized) == 1
+        (wanted,) = torch.autograd.grad(self.apart(net, x).float().square().sum(), x)
+        assert torch.equal(found, wanted)
+
+    def test_inputs_of_other_dtypes_are_cast_once_each(self, net, quantized):
+        x = normal(5, 96, dtype=torch.float32)
+        with torch.no_grad():
+            found = net(x)
+            assert len(quantized) == 1
+            with torch.autocast("cpu", torch.float16):
+                half = net(x)
+            assert len(quantized) == 2 and half.dtype is torch.float16
+            assert torch.equal(found, self.apart(net, x))
+
+    @pytest.mark.parametrize("write", ["in place", "data", "numpy"])
+    def test_the_next_call_sees_a_written_input(self, net, write):
+        x = normal(5, 96, dtype=torch.float32)
+        with torch.no_grad():
+            net(x)
+            {"in place": lambda: x.mul_(2), "data": lambda: x.data.mul_(2), "numpy": lambda: x.numpy().fill(3)}[write]()
+            assert torch.equal(net(x), self.apart(net, x.clone()))
+
+    def test_an_input_changed_in_place_between_q_and_k_is_quantized_again(self, net, quantized):
+        x = normal(5, 96)
+        with torch.no_grad():
+            net.to_q(x)
+            x.mul_(3.0)
+            found = net.to_k(x)
+            assert len(quantized) == 2
+            assert torch.equal(found, net.to_k(x.clone()))
+
+    def test_it_lives_no_longer_than_the_input(self, net):
+        x = normal(5, 96)
+        with torch.no_grad():
+            net.to_q(x)
+        shared = net.to_q.quantization.switch.input
+        codes = weakref.ref(shared._last[3][0])
+        assert codes() is not None
+        del x
+        gc.collect()
+        assert codes() is None and shared._last is None
+
+    def test_settings_and_groups_keep_inputs_apart(self, net, quantized):
+        x, state = normal(5, 96), net.to_k.quantization
+        state.settings = LinearSettings(input_scale="unit")
+        with torch.no_grad():
+            net.to_q(x)
+            found = net.to_k(x)
+            assert len(quantized) == 2
+            assert torch.equal(found, self.apart(net, x)[:, 64:128])
+            quantized.clear()
+            net.to_v.quantization.group = "another"
+            net.to_q(x), net.to_v(x)
+            assert len(quantized) == 2
+
+    def test_native_and_emulated_layers_share_nothing(self, net, quantized, monkeypatch):
+        x = normal(5, 96)
+        net.to_k.quantization.deploy_kernel = "reference_linear"
+        with torch.no_grad():
+            wanted = self.apart(net, x)
+            quantized.clear()
+            assert torch.equal(net(x), wanted)
+            assert len(quantized) == 2  # of q, and of v after k's was kept in another form
+
+    def test_inference_tensors_have_no_version_and_are_quantized_each_time(self, net, quantized):
+        with torch.inference_mode():
+            net(normal(5, 96))
+        assert len(quantized) == 3
+
+    def test_compiled_with_the_bits_of_eager(self, net):
+        x = normal(5, 96)
+        with torch.no_grad():
+            wanted = net(x)
+            assert torch.equal(torch.compile(net, fullgraph=True, backend="aot_eager")(x), wanted)
+            assert torch.equal(net(x), wanted)

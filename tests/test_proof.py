@@ -16,7 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from qatpatch import KernelUnavailable, attention, kernels, nvfp4
 from qatpatch.kernels import Kernel, kernel_named, layouts, proof, reference_attention, reference_nvfp4, resolution
 from qatpatch.kernels.proof_cases import ATTENTION_CASES, LINEAR_CASES
-from qatpatch.linear import LinearSettings, LinearState, NVFP4Linear, QATLinear
+from qatpatch.linear import QATLinear
+from qatpatch.linear_state import LinearSettings, LinearState
+from qatpatch.packed_linear import NVFP4Linear
 
 
 class Linear(types.ModuleType):

@@ -442,6 +442,11 @@ def test_a_kernel_that_fails_its_proof_is_passed_over_with_what_was_measured(tmp
         ({"weight_only": True}, "multiplies FP4 by FP4, and this layer's input stays unquantized"),
         ({"out_dtype": torch.float32}, "writes bfloat16 or float16, not float32"),
         ({"out_dtype": torch.bfloat16}, None),
+        (
+            {"bias": True},
+            "adds a bias after its own rounding: two roundings where the format promises one; triton_nvfp4 rounds once",
+        ),
+        ({"bias": False}, None),
     ],
     ids=str,
 )
@@ -452,6 +457,37 @@ def test_what_a_linear_asks_of_a_kernel(limits, reason, tmp_path, monkeypatch):
     assert found.refused.get("flashinfer") == reason
     assert (found.kernel.name == "flashinfer") == (reason is None)
     assert (found.kernel.name == "triton_linear") == ("weight_only" in limits)
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_each_cell_for_a_layer_with_a_bias(architecture, environment, tmp_path, monkeypatch):
+    """flashinfer's GEMM rounds before it adds one: the next row is taken, unless flashinfer is asked for."""
+    installed(environment, tmp_path, monkeypatch)
+    cards(monkeypatch, architecture)
+    asked = dict(stage="deploy", scheme="nvfp4", device="cuda:0", prove=trusted, bias=True)
+    found = resolution("linear", **asked)
+    wanted = CHOSEN[environment][architecture][0]
+    if wanted == "flashinfer":
+        wanted = "triton_linear" if cell("triton_nvfp4", environment, architecture) else "triton_nvfp4"
+    assert found.kernel.name == wanted and found.note == ""
+    assert found.refused["flashinfer"] == (
+        "adds a bias after its own rounding: two roundings where the format promises one; triton_nvfp4 rounds once"
+    )
+    if wanted == "triton_nvfp4":
+        assert resolution("linear", name="native", **asked) == found
+    else:
+        with pytest.raises(KernelUnavailable, match="flashinfer: adds a bias after its own rounding"):
+            resolution("linear", name="native", **asked)
+    if (reason := cell("flashinfer", environment, architecture)) is None:
+        named = resolution("linear", name="flashinfer", **asked)
+        assert named.kernel.name == "flashinfer" and named.refused == {}
+        assert named.note == "adds a bias after its own rounding: two roundings where the format promises one"
+        assert resolution("linear", name="flashinfer", **{**asked, "bias": False}).note == ""
+    else:
+        with pytest.raises(KernelUnavailable) as caught:
+            resolution("linear", name="flashinfer", **asked)
+        assert f"flashinfer: {reason}" in str(caught.value) and "with a bias" in str(caught.value)
 
 
 @pytest.mark.parametrize("row", ["flashinfer", "triton_nvfp4"])

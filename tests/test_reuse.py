@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import qatpatch
 from qatpatch import nvfp4, reuse
 from qatpatch.kernels import reference_nvfp4
-from qatpatch.linear import LinearSettings, LinearState, QATLinear
+from qatpatch.linear import QATLinear
+from qatpatch.linear_state import LinearSettings, LinearState
 
 MODELS = {"ltx2": (tiny_ltx2, ltx2_inputs), "wan": (tiny_wan, wan_inputs)}
 EVERY_LINEAR = qatpatch.Profile(name="every linear", rules=(qatpatch.Rule(match=("*",), action="linear"),))

@@ -10,19 +10,24 @@ import pytest
 import torch
 from torch import nn
 
-from qatpatch import nvfp4
-from qatpatch.linear import LinearSettings, LinearState, NVFP4Linear, QATLinear
+from qatpatch import kernels, nvfp4
+from qatpatch.linear import QATLinear
+from qatpatch.linear_state import LinearSettings, LinearState
+from qatpatch.packed_linear import NVFP4Linear
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-RULES = {1: "pow2", 2: "amax"}
 
 
 class TorchLaunches:
     """What `triton_nvfp4_launch` offers, in torch; matrix products in float64."""
 
     @staticmethod
+    def rule_number(rule):
+        return rule
+
+    @staticmethod
     def global_scale(x, rule):
-        return nvfp4.choose_global_scale(x, RULES[rule])
+        return nvfp4.choose_global_scale(x, rule)
 
     @staticmethod
     def operand(x, scale, dtype, apply):
@@ -68,14 +73,15 @@ def torch_launches(monkeypatch):
     from qatpatch.kernels import triton_linear
 
     monkeypatch.setattr(triton_linear, "launch", TorchLaunches)
+    monkeypatch.setattr(kernels, "resolved_name", lambda *args, **kwargs: "triton_linear")
 
 
 def layer(dtype, columns, trained=None, **settings):
     torch.manual_seed(0)
     linear = nn.Linear(columns, 24).to(dtype)
     linear.__class__, linear.quantization = QATLinear, LinearState(LinearSettings(**settings))
-    linear.quantization._kernels = {(stage, "cpu", None): "triton_linear" for stage in ("train", "deploy")}
     linear.quantization.trained_dtype = trained
+    assert linear.quantization.kernel("train", torch.device("cpu")) == "triton_linear"
     return linear
 
 

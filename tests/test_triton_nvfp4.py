@@ -9,7 +9,6 @@ process: this file, run as a script.
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import subprocess
@@ -22,6 +21,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from qatpatch.kernels import kernel_named, requirements, triton_linear
+from qatpatch.kernels import triton_nvfp4_launch as launch
 
 ROOT = Path(__file__).parents[1]
 # Capability -> bytes of shared memory that a program may take.
@@ -167,13 +169,56 @@ def test_launches_specialise_and_compile():
     assert "all compiled" in _child("launch")
 
 
-def test_import_needs_triton_and_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    for name in list(sys.modules):
-        if name.startswith("qatpatch.kernels.triton_"):
-            monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ImportError, match="pip install triton"):
-        importlib.import_module("qatpatch.kernels.triton_nvfp4")
+def test_without_triton_the_rows_say_so(monkeypatch):
+    monkeypatch.setattr(requirements, "installed_version", lambda name: None)
+    for row in ("triton_linear", "triton_attention"):
+        (reason,) = [requirement.unmet_reason((9, 0)) for requirement in kernel_named(row).requires]
+        assert reason.startswith("needs triton >=3.6, which is not installed") and "pip install triton" in reason
+
+
+def test_what_cannot_be_launched_is_refused():
+    """Before any launch, so on CPU tensors too."""
+    x, one = torch.randn(4, 32), torch.ones(())
+    codes, scales = torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8)
+    a, b = torch.randn(4, 32).bfloat16(), torch.randn(8, 32).bfloat16()
+    for call in (
+        lambda: launch.global_scale(x.double(), 1),
+        lambda: launch.quantize(x.double(), one),
+        lambda: launch.operand(x.int(), one, torch.bfloat16, True),
+        lambda: launch.operand_pow2(x.double(), torch.bfloat16),
+        lambda: launch.operand_pair_pow2(x.double(), x.double(), torch.bfloat16),
+    ):
+        with pytest.raises(TypeError, match="expected float32, bfloat16 or float16, got torch.(float64|int32)"):
+            call()
+    for call in (lambda: launch.quantize(x[0, 0], one), lambda: launch.operand_pow2(x[0, 0], torch.bfloat16)):
+        with pytest.raises(ValueError, match="needs an axis"):
+            call()
+    for scale in (torch.ones(2), one.double(), torch.ones(0)):
+        for call in (
+            lambda scale=scale: launch.quantize(x, scale),
+            lambda scale=scale: launch.operand(x, scale, torch.bfloat16, True),
+            lambda scale=scale: launch.dequantize(codes, scales, scale, 32, torch.bfloat16, True),
+            lambda scale=scale: launch.scaled_matmul(a, b, scale, one, None, torch.bfloat16),
+            lambda scale=scale: launch.scaled_matmul(a, b, one, scale, None, torch.bfloat16),
+        ):
+            with pytest.raises(ValueError, match="expected one float32 number as global scale"):
+                call()
+    for wrong in ((codes, scales, 40), (codes, scales[:, :1], 32), (codes, scales[:3], 32), (codes[:, :8], scales, 32)):
+        *packed, columns = wrong
+        with pytest.raises(ValueError, match=f"{columns} columns need packed codes"):
+            launch.dequantize(*packed, one, columns, torch.bfloat16, True)
+    with pytest.raises(TypeError, match="uint8"):
+        launch.dequantize(codes, scales.view(torch.float8_e4m3fn), one, 32, torch.bfloat16, True)
+    for left, right in ((x, x), (a, b.half())):
+        with pytest.raises(TypeError, match="two bfloat16 or two float16"):
+            launch.scaled_matmul(left, right, one, one, None, torch.bfloat16)
+    with pytest.raises(ValueError, match="weight"):
+        launch.scaled_matmul(a[:, :16], b, one, one, None, torch.bfloat16)
+    for bias in (torch.ones(7), torch.ones(8, 1), torch.ones(8).double()):
+        with pytest.raises(ValueError, match="expected a bias"):
+            launch.scaled_matmul(a, b, one, one, bias, torch.bfloat16)
+    with pytest.raises(ValueError, match="rule='max' is not a rule; choose one of pow2, amax"):
+        triton_linear.quantize(x, global_scale=None, rule="max")
 
 
 def interpreted_checks() -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "resolution",
     "resolve",
     "resolved_name",
+    "two_roundings",
 ]
 
 _BY_NAME = {kernel.name: kernel for kernel in TABLE}
@@ -50,12 +51,14 @@ class Resolution:
         architecture: of the device that it was resolved for: ``"sm_90"``, ``"cpu"``.
         scheme: what it computes.
         refused: name -> reason, of every row before it in the table that serves the same op.
+        note: what the row does otherwise than it should, and was bound for all that since it was asked for by name.
     """
 
     kernel: Kernel
     architecture: str
     scheme: str
     refused: dict[str, str]
+    note: str = ""
 
 
 def architecture_of(device: torch.device | str) -> str:
@@ -94,6 +97,7 @@ def resolution(
     shape: tuple[int, int] | None = None,
     weight_only: bool = False,
     out_dtype: torch.dtype | None = None,
+    bias: bool = False,
     masked: bool = False,
     prove: Callable[[Kernel, torch.device], str | None] | None = None,
 ) -> Resolution:
@@ -109,6 +113,7 @@ def resolution(
         shape: (out_features, in_features) of a linear, where it is known.
         weight_only: the linear's input stays unquantized.
         out_dtype: of a linear, where it is known.
+        bias: the linear has one.
         masked: the attention has a mask that must be honoured.
         prove: the reason why a native row may not be trusted on a device, None where it may; `proof.refusal` by
             default.
@@ -126,16 +131,21 @@ def resolution(
         reason = _unasked_reason(kernel, stage, scheme, name)
         if reason is None:
             reason = _unfit_reason(kernel, head_dim, shape, weight_only, out_dtype, masked)
+        note = two_roundings(kernel, bias)
+        if reason is None and note and name != kernel.name:
+            reason = f"{note}; triton_nvfp4 rounds once"
         if reason is None:
             reason = kernel.unavailable_reason(device)
         if reason is None and kernel.native:
             reason = (prove or _proof)(kernel, device)
         if reason is None:
-            return Resolution(kernel=kernel, architecture=architecture_of(device), scheme=scheme, refused=dict(refused))
+            here = architecture_of(device)
+            return Resolution(kernel=kernel, architecture=here, scheme=scheme, refused=dict(refused), note=note)
         refused[kernel.name] = reason
     asked = f"{op} {stage} with scheme {scheme} on {architecture_of(device)}"
     asked += (f", head dimension {head_dim}" if head_dim else "") + (f", (out, in) = {shape}" if shape else "")
-    asked += (", with a mask" if masked else "") + (f", kernel={name!r}" if name else "")
+    asked += (", with a bias" if bias else "") + (", with a mask" if masked else "")
+    asked += f", kernel={name!r}" if name else ""
     found = "\n".join(f"  {row}: {reason}" for row, reason in refused.items())
     found = found or f"  there is no {op} kernel" + (f" called {name!r}" if name else "")
     raise KernelUnavailable(f"no kernel for {asked}:\n{found}")
@@ -188,6 +198,13 @@ def _unfit_reason(
     return None if shape is None else kernel.shape_reason(shape)
 
 
+def two_roundings(kernel: Kernel, bias: bool) -> str:
+    """What a row does wrong to a layer with a ``bias``; empty where it rounds once."""
+    if bias and kernel.rounds_before_bias:
+        return "adds a bias after its own rounding: two roundings where the format promises one"
+    return ""
+
+
 def _proof(kernel: Kernel, device: torch.device) -> str | None:
     from qatpatch.kernels import proof
 
@@ -204,11 +221,15 @@ def resolved_name(
     shape: tuple[int, int] | None = None,
     weight_only: bool = False,
     out_dtype: torch.dtype | None = None,
+    bias: bool = False,
     masked: bool = False,
+    name: str | None = None,
 ) -> str:
     """`resolve(...).name`, a constant to the compiler, which then never descends into the look-up."""
-    limits = dict(head_dim=head_dim, shape=shape, weight_only=weight_only, out_dtype=out_dtype, masked=masked)
-    return resolve(op, stage=stage, scheme=scheme, device=device, **limits).name
+    limits = dict(
+        head_dim=head_dim, shape=shape, weight_only=weight_only, out_dtype=out_dtype, bias=bias, masked=masked
+    )
+    return resolve(op, stage=stage, scheme=scheme, device=device, name=name, **limits).name
 
 
 @torch.compiler.assume_constant_result

@@ -11,8 +11,9 @@ one float32 on the device.
 **Roundings.** ``mm_fp4`` applies alpha to its FP32 accumulator and rounds once, to bfloat16 or float16: that is all
 where the layer has no bias. It takes no bias, so a bias costs a second rounding (the sum is formed in FP32): up to
 1.41 times the error of one where the bias is small. float32 output is refused, since it would hold 8 significant bits.
-`triton_scaled` rounds once in each of these cases. alpha is one FP32 number, so scales whose product leaves FP32's
-range are not served right; no model's are near it.
+`triton_scaled` rounds once in each of these cases, so layers with a bias get it unless this kernel is asked for by name
+(`Kernel.rounds_before_bias`). alpha is one FP32 number, so scales whose product leaves FP32's range are not served
+right; no model's are near it.
 
 **What has been seen.** The call fits the signatures of flashinfer 0.6.8 and 0.7.4 (the tests check the latter), and was
 run with a stand-in for ``mm_fp4`` on the CPU that reads every argument by flashinfer's documented contract. On a GPU it

@@ -78,16 +78,20 @@ scaled_matmul = ops._define(
 
 
 class Calls(NamedTuple):
-    """The functions above as a caller finds them, with the operators' signatures."""
+    """The functions above as a caller finds them, with the operators' signatures.
+
+    ``direct``: they are what is behind the operators.
+    """
 
     quantize_activation: Callable
     scaled_matmul: Callable
+    direct: bool
 
 
-_OPERATORS = Calls(quantize_activation, scaled_matmul)
-_DIRECT = Calls(_quantize_activation, _scaled_matmul)
+_OPERATORS = Calls(quantize_activation, scaled_matmul, False)
+_DIRECT = Calls(_quantize_activation, _scaled_matmul, True)
 
 
 def calls(x: torch.Tensor, weight: torch.Tensor) -> Calls:
-    """What to call for these operands: the operators, or what is behind them where `ops.calls` says so."""
-    return _DIRECT if ops.calls(x, weight) is ops._DIRECT else _OPERATORS
+    """What to call for these operands: the operators, or what is behind them where `ops.is_plain` says so."""
+    return _DIRECT if ops.is_plain(x, weight) else _OPERATORS

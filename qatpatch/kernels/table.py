@@ -4,7 +4,7 @@ A row says what a kernel computes (op, scheme, stages), where it runs (device ty
 needs (`Requirement`s). Its module is imported on first use and exposes, by op:
 
 - linear: ``operand``, ``operands``, ``packed_operand``, ``quantize``, ``matmul`` (see `reference_nvfp4`); native rows
-  ``prepare_weight``, ``quantize_activation``, ``scaled_matmul`` (see `proof`);
+  ``quantize``, ``quantize_activation``, ``scaled_matmul`` (see `native_ops`);
 - attention: ``forward``, and ``backward`` where the row trains (see `reference_attention`).
 """
 
@@ -48,6 +48,8 @@ class Kernel:
         multiples: linear: what out_features and in_features (padded to whole blocks) must be multiples of.
         weight_only: linear: False for a kernel that needs a quantized input.
         out_dtypes: linear: output dtypes that it serves; empty for any.
+        rounds_before_bias: linear: True for a kernel that adds a bias to its rounded output, and so rounds twice. Not
+            bound to a layer with a bias unless it is asked for by name.
         head_dims: attention: head dimensions that it serves; empty for any.
         honours_masks: attention: False for a kernel that takes no mask.
         returns_lse: attention: False for a kernel that gives no softmax statistics.
@@ -72,6 +74,7 @@ class Kernel:
     multiples: tuple[int, int] = (1, 1)
     weight_only: bool = True
     out_dtypes: tuple[torch.dtype, ...] = ()
+    rounds_before_bias: bool = False
     head_dims: tuple[int, ...] = ()
     honours_masks: bool = True
     returns_lse: bool = True
@@ -170,7 +173,8 @@ TABLE: tuple[Kernel, ...] = (
         multiples=(32, 32),
         weight_only=False,
         out_dtypes=(torch.bfloat16, torch.float16),
-        summary="flashinfer's mm_fp4 on operands quantized by our own kernels",
+        rounds_before_bias=True,
+        summary="flashinfer's mm_fp4 on operands quantized by our own kernels; layers without a bias",
     ),
     Kernel(
         name="triton_nvfp4",

@@ -11,11 +11,9 @@ import torch
 
 from qatpatch.kernels import kernel_named
 from qatpatch.kernels import triton_nvfp4_launch as launch
-from qatpatch.kernels.triton_nvfp4_kernels import AMAX, POW2
 
 _ROW = "triton_linear"
 _WORTH_KEEPING = 1 << 20  # elements
-_RULES = {"pow2": POW2.value, "amax": AMAX.value}
 
 
 def operand(x: torch.Tensor, *, global_scale: torch.Tensor | None, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,7 +23,7 @@ def operand(x: torch.Tensor, *, global_scale: torch.Tensor | None, rule: str) ->
     if global_scale is None:
         if folded:
             return launch.operand_pow2(x, dtype)
-        scale = launch.global_scale(x, _RULES[rule])
+        scale = launch.global_scale(x, launch.rule_number(rule))
     else:
         scale = global_scale.clone()
     return launch.operand(x, scale, dtype, folded), scale
@@ -86,7 +84,7 @@ def quantize(
     x: torch.Tensor, *, global_scale: torch.Tensor | None, rule: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Packed codes, E4M3 scale bytes (both uint8) and the global scale of x (..., K)."""
-    scale = launch.global_scale(x, _RULES[rule]) if global_scale is None else global_scale.clone()
+    scale = launch.global_scale(x, launch.rule_number(rule)) if global_scale is None else global_scale.clone()
     packed, block_scale = launch.quantize(x, scale)
     return packed, block_scale, scale
 

@@ -1,4 +1,4 @@
-"""Triton device code of the NVFP4 kernels; `triton_nvfp4` launches it.
+"""Triton device code of the NVFP4 kernels; `triton_nvfp4_launch` launches it.
 
 **Work unit.** A *tile* is ``BLOCKS`` consecutive blocks of 16 elements, one tile a program. A tensor whose rows are
 whole blocks and contiguous is one long run of blocks (``FLAT``); any other matrix counts ``ceil(K / 16)`` blocks a row

@@ -1,7 +1,22 @@
 """Launches of the NVFP4 Triton kernels: tensors to blocks, outputs, grids, tiles.
 
-Every function here is the body of an operator of `triton_nvfp4`, which checks the arguments. Nothing reads a value back
-from the device. Tiles are data, chosen per kernel and architecture: the same call always runs the same kernel.
+==================  =============================================================================  =================
+function            result                                                                         launches
+==================  =============================================================================  =================
+`global_scale`      by a rule, or the largest finite magnitude (``RAW``)                           2
+`quantize`          packed codes and E4M3 block scale bytes                                        1
+`operand`           quantized and dequantized again, dense, under a given scale                    1
+`operand_pow2`      the same under the tensor's own ``pow2`` scale, and that; a pair shares them   2
+`dequantize`        dense, from packed                                                             1
+`scaled_matmul`     ``(x @ w.T) * alpha_x * alpha_w + bias``, alphas on the FP32 accumulator       1
+==================  =============================================================================  =================
+
+Results equal `qatpatch.nvfp4` bit for bit on every architecture from sm_80 on (how: `triton_nvfp4_kernels`).
+`triton_linear` makes a row of the table of them, `ops` the operators. All take CUDA tensors of float32, bfloat16 or
+float16, run on their device's current stream, and can be captured in a CUDA graph once compiled, that is, after one
+call of the kind. Nothing reads a value back from the device. Rows with a stride are read where they lie; other layouts
+are copied first. What would be read beyond its end, or taken for something else, is refused. Tiles are data, chosen per
+kernel and architecture: the same call always runs the same kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..nvfp4 import BLOCK_SIZE, padded_length
+from ..nvfp4 import BLOCK_SIZE, GLOBAL_SCALE_RULES, padded_length
 from . import triton_nvfp4_kernels as kernels
 from .triton_launch import Launcher
 
@@ -51,6 +66,33 @@ MATMUL_GROUP = 8
 REPAIR_PROGRAMS = 264
 REPAIR_LANES = 64
 PEAKS_CHUNK = 4096
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_RULES = {"pow2": kernels.POW2.value, "amax": kernels.AMAX.value}
+
+
+def rule_number(rule: str) -> int:
+    """What `global_scale` and the kernels call a rule of `nvfp4.GLOBAL_SCALE_RULES`."""
+    number = _RULES.get(rule)
+    if number is None:
+        raise ValueError(f"rule={rule!r} is not a rule; choose one of {', '.join(GLOBAL_SCALE_RULES)}")
+    return number
+
+
+def _check_input(x: Tensor) -> None:
+    if x.dtype not in DTYPES:
+        raise TypeError(f"expected float32, bfloat16 or float16, got {x.dtype}; convert it first")
+
+
+def _check_blocks(x: Tensor) -> None:
+    _check_input(x)
+    if not x.dim():
+        raise ValueError("NVFP4 needs an axis to take blocks of 16 along, got a 0-dimensional tensor; use x.reshape(1)")
+
+
+def _check_scale(scale: Tensor) -> None:
+    if scale.dtype is not torch.float32 or scale.numel() != 1:
+        raise ValueError(f"expected one float32 number as global scale, got {tuple(scale.shape)} of {scale.dtype}")
 
 
 class _Blocks(NamedTuple):
@@ -115,6 +157,7 @@ def _tiles(blocks: int, tile: Tile) -> int:
 
 def global_scale(x: Tensor, rule: int, tile: Tile = PEAKS_TILE) -> Tensor:
     """amax (RAW), or the global scale of x by a rule."""
+    _check_input(x)
     scale = x.new_empty((), dtype=torch.float32)
     if not x.numel():
         return scale.fill_(0.0 if rule == kernels.RAW.value else 1.0)
@@ -127,6 +170,9 @@ def global_scale(x: Tensor, rule: int, tile: Tile = PEAKS_TILE) -> Tensor:
 
 
 def quantize(x: Tensor, global_scale: Tensor, tile: Tile = QUANTIZE_TILE) -> tuple[Tensor, Tensor]:
+    """Packed codes (..., ceil16(K) / 2) and E4M3 bytes (..., ceil(K / 16)), both uint8, under a decode scale ()."""
+    _check_blocks(x)
+    _check_scale(global_scale)
     packed, block_scale = empty_quantized(x)
     if x.numel():
         matrix, shape, flat = _blocks_of(x)
@@ -136,6 +182,9 @@ def quantize(x: Tensor, global_scale: Tensor, tile: Tile = QUANTIZE_TILE) -> tup
 
 
 def operand(x: Tensor, global_scale: Tensor, dtype: torch.dtype, apply: bool, tile: Tile = OPERAND_TILE) -> Tensor:
+    """x (..., K) there and back in ``dtype``, contiguous; ``apply`` multiplies the global scale () in."""
+    _check_blocks(x)
+    _check_scale(global_scale)
     out = _empty(x, dtype)
     if x.numel():
         matrix, shape, flat = _blocks_of(x)
@@ -145,6 +194,8 @@ def operand(x: Tensor, global_scale: Tensor, dtype: torch.dtype, apply: bool, ti
 
 
 def operand_pow2(x: Tensor, dtype: torch.dtype, tile: Tile = OPERAND_TILE) -> tuple[Tensor, Tensor]:
+    """`operand` with the scale multiplied in, and that scale (): the tensor's own by the rule ``pow2``."""
+    _check_blocks(x)
     out, scale = _empty(x, dtype), x.new_empty((), dtype=torch.float32)
     if not x.numel():
         return out, scale.fill_(1.0)
@@ -198,6 +249,7 @@ def operand_pair_pow2(
     alike = x.dtype is weight.dtype and x.get_device() == weight.get_device()
     if not (alike and x.numel() and weight.numel() and _is_flat(x) and _is_flat(weight)):
         return *operand_pow2(x, dtype, tile), *operand_pow2(weight, dtype, tile)
+    _check_input(x)
     x_out, w_out = _empty(x, dtype), _empty(weight, dtype)
     x_scale, w_scale = x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
     x_blocks, w_blocks = x.numel() // BLOCK_SIZE, weight.numel() // BLOCK_SIZE
@@ -224,6 +276,9 @@ def dequantize(
     apply: bool,
     tile: Tile = DEQUANTIZE_TILE,
 ) -> Tensor:
+    """(..., columns) in ``dtype`` of codes and E4M3 bytes as `quantize` gives them, times the scale with ``apply``."""
+    _check_packed(packed, block_scale, columns)
+    _check_scale(global_scale)
     out = packed.new_empty((*packed.shape[:-1], columns), dtype=dtype)
     if out.numel():
         packed, block_scale = packed.contiguous(), block_scale.contiguous()
@@ -246,6 +301,17 @@ def scaled_matmul(
     out_dtype: torch.dtype,
     tile: MatmulTile | None = None,
 ) -> Tensor:
+    """``(x @ weight.T) * alpha_x * alpha_weight + bias``: FP32 up to one rounding to ``out_dtype``.
+
+    Args:
+        x: bfloat16 or float16 ``(..., K)``.
+        weight: ``(N, K)``, of x's dtype.
+        alpha_x, alpha_weight: float32 ``()``.
+        bias: ``(N,)`` of any of the three dtypes, or None.
+    """
+    _check_product(x, weight, bias)
+    _check_scale(alpha_x)
+    _check_scale(alpha_weight)
     out = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
     if not out.numel():
         return out
@@ -262,6 +328,26 @@ def scaled_matmul(
     return out
 
 
+def _check_packed(packed: Tensor, block_scale: Tensor, columns: int) -> None:
+    if packed.dtype is not torch.uint8 or block_scale.dtype is not torch.uint8:
+        raise TypeError(f"packed codes and block scales are uint8, got {packed.dtype} and {block_scale.dtype}")
+    blocks = padded_length(columns) // BLOCK_SIZE
+    if packed.shape[-1] != 8 * blocks or block_scale.shape != (*packed.shape[:-1], blocks):
+        raise ValueError(
+            f"{columns} columns need packed codes (..., {8 * blocks}) and block scales (..., {blocks}) over the same "
+            f"leading axes, got {tuple(packed.shape)} and {tuple(block_scale.shape)}"
+        )
+
+
+def _check_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if x.dtype is not weight.dtype or x.dtype not in DTYPES[1:]:
+        raise TypeError(f"scaled_matmul takes two bfloat16 or two float16 operands, got {x.dtype} and {weight.dtype}")
+    if not x.dim() or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"expected x (..., K) and weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype not in DTYPES):
+        raise ValueError(f"expected a bias ({weight.shape[0]},), got {tuple(bias.shape)} of {bias.dtype}")
+
+
 def _matmul_tile(rows: int, device: torch.device) -> MatmulTile:
     capability = torch.cuda.get_device_capability(device)
     for minimum, large, small in MATMUL_TILES:
@@ -272,6 +358,7 @@ def _matmul_tile(rows: int, device: torch.device) -> MatmulTile:
 
 
 def empty_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What `quantize` returns for ``x`` (..., K), uninitialised."""
     blocks = padded_length(x.shape[-1]) // BLOCK_SIZE
     packed = x.new_empty((*x.shape[:-1], 8 * blocks), dtype=torch.uint8)
     return packed, x.new_empty((*x.shape[:-1], blocks), dtype=torch.uint8)

@@ -20,11 +20,10 @@ from torch import Tensor
 from qatpatch.kernels import triton_nvfp4_launch as launch
 from qatpatch.kernels.layouts import TILE_COLUMNS, TILE_ROWS, tiled_shape
 from qatpatch.kernels.triton_launch import Launcher
-from qatpatch.kernels.triton_nvfp4_kernels import AMAX, POW2, _quantize_tile
+from qatpatch.kernels.triton_nvfp4_kernels import _quantize_tile
 from qatpatch.nvfp4 import BLOCK_SIZE, padded_length
 
 WARPS = 8
-_RULES = {"pow2": POW2.value, "amax": AMAX.value}
 
 
 @triton.jit(do_not_specialize=["rows", "per_row", "tiles_per_row"], do_not_specialize_on_alignment=["scale"])
@@ -48,7 +47,7 @@ def quantize_tiled_kernel(x, words, scales, scale, rows, per_row, tiles_per_row,
 
 def quantize_activation(x: Tensor, *, global_scale: Tensor | None, rule: str) -> tuple[Tensor, Tensor, Tensor]:
     """`quantize_tiled` of ``x`` (M, K), and the scale (): the one given, else by ``rule`` over the whole of x."""
-    scale = launch.global_scale(x, _RULES[rule]) if global_scale is None else global_scale.clone()
+    scale = launch.global_scale(x, launch.rule_number(rule)) if global_scale is None else global_scale.clone()
     return *quantize_tiled(x, scale), scale
 
 

@@ -18,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import qatpatch
 from qatpatch import nvfp4
 from qatpatch.kernels import ops
-from qatpatch.linear import LinearSettings, LinearState, NVFP4Linear, QATLinear
+from qatpatch.linear import QATLinear
+from qatpatch.linear_state import LinearSettings, LinearState
+from qatpatch.packed_linear import NVFP4Linear
 
 pytestmark = pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -12,11 +12,40 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from qatpatch import nvfp4
-from qatpatch.kernels import triton_nvfp4 as kernels
+from qatpatch.kernels import ops, triton_linear
 from qatpatch.kernels import triton_nvfp4_launch as launch
+from qatpatch.kernels.triton_nvfp4_kernels import RAW
 
 DEVICE = torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ROW = "triton_linear"
+
+
+class kernels:
+    """The launches, with the scale chosen where none is given."""
+
+    scaled_matmul = staticmethod(launch.scaled_matmul)
+
+    @staticmethod
+    def amax(x):
+        return launch.global_scale(x, RAW.value)
+
+    @staticmethod
+    def quantize(x, *, global_scale=None, rule="pow2"):
+        return triton_linear.quantize(x, global_scale=global_scale, rule=rule)
+
+    @staticmethod
+    def operand(x, *, global_scale=None, rule="pow2", dtype=None, apply_global_scale=True):
+        dtype = dtype or x.dtype
+        if global_scale is None and rule == "pow2" and apply_global_scale:
+            return launch.operand_pow2(x, dtype)
+        if global_scale is None:
+            global_scale = launch.global_scale(x, launch.rule_number(rule))
+        return launch.operand(x, global_scale, dtype, apply_global_scale), global_scale
+
+    @staticmethod
+    def dequantize(packed, block_scale, global_scale, columns, *, dtype, apply_global_scale=True):
+        return launch.dequantize(packed, block_scale, global_scale, columns, dtype, apply_global_scale)
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +216,9 @@ def test_profiler_hooks_hear_of_direct_launches():
 
 
 def test_patched_linear_captured_in_a_graph():
-    from qatpatch.linear import LinearSettings, LinearState, NVFP4Linear, QATLinear
+    from qatpatch.linear import QATLinear
+    from qatpatch.linear_state import LinearSettings, LinearState
+    from qatpatch.packed_linear import NVFP4Linear
 
     layer = torch.nn.Linear(256, 128, device=DEVICE, dtype=BF16)
     layer.__class__, layer.quantization = QATLinear, LinearState(LinearSettings())
@@ -247,7 +278,7 @@ def test_packed_codes_at_an_unaligned_address():
     packed, block_scale, scale = kernels.quantize(torch.randn(32, 64, device=DEVICE))
     moved = torch.empty(packed.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view(packed.shape).copy_(packed)
     wanted = kernels.dequantize(packed, block_scale, scale, 64, dtype=BF16)
-    _same(kernels.dequantize(moved, block_scale.view(torch.float8_e4m3fn), scale, 64, dtype=BF16), wanted)
+    _same(kernels.dequantize(moved, block_scale, scale, 64, dtype=BF16), wanted)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (3, 0)])
@@ -404,28 +435,35 @@ def test_all_matmul_tiles_agree_with_float64():
 
 def test_operators_and_their_fakes():
     x = torch.randn(3, 20, 100, device=DEVICE, dtype=BF16)[:, 2:17]
-    scale = torch.tensor(0.01, device=DEVICE)
+    scale, weight = torch.tensor(0.01, device=DEVICE), torch.randn(24, 100, device=DEVICE, dtype=BF16)
     packed, block_scale, _ = kernels.quantize(x)
     a, b = torch.randn(5, 7, 64, device=DEVICE, dtype=BF16), torch.randn(24, 64, device=DEVICE, dtype=BF16)
-    operators = torch.ops.qatpatch
+    bias = torch.randn(24, device=DEVICE, dtype=BF16)
     for operator, arguments in (
-        (operators.triton_amax, (x,)),
-        (operators.triton_global_scale, (x, "amax")),
-        (operators.triton_quantize, (x, scale)),
-        (operators.triton_operand, (x, scale, FP16, True)),
-        (operators.triton_operand_pow2, (x, BF16)),
-        (operators.triton_dequantize, (packed, block_scale, scale, 100, BF16, False)),
-        (operators.triton_scaled_matmul, (a, b, scale, scale, None, BF16)),
+        (ops.quantize, (x, None, "amax", ROW)),
+        (ops.quantize, (x, scale, "pow2", ROW)),
+        (ops.operand, (x, None, "amax", ROW)),
+        (ops.operand, (x, scale, "amax", ROW)),
+        (ops.operand, (x, None, "pow2", ROW)),
+        (ops.operand, (x.half(), None, "pow2", ROW)),
+        (ops.operand, (x.float(), scale, "pow2", ROW)),
+        (ops.operands, (x, weight, None, "pow2", ROW)),
+        (ops.operands, (x, weight, scale, "amax", ROW)),
+        (ops.packed_operand, (packed, block_scale, scale, 100, BF16, "pow2", ROW)),
+        (ops.packed_operand, (packed, block_scale, scale, 100, FP16, "amax", ROW)),
+        (ops.matmul, (a, scale, b, scale, None, BF16, "amax", ROW)),
+        (ops.matmul, (a, scale, b, scale, bias, FP32, "pow2", ROW)),
+        (ops.matmul, (a, None, b, scale, bias, BF16, "amax", ROW)),
     ):
-        torch.library.opcheck(operator.default, arguments)
+        torch.library.opcheck(operator, arguments)
 
 
 def test_compiles_without_graph_breaks():
     def function(x, weight, bias):
-        packed, block_scale, scale = kernels.quantize(weight, rule="amax")
-        dense = kernels.dequantize(packed, block_scale, scale, weight.shape[1], dtype=BF16, apply_global_scale=False)
-        left, alpha = kernels.operand(x, rule="amax", apply_global_scale=False)
-        return kernels.operand(x)[0] + 1, kernels.scaled_matmul(left, dense, alpha, scale, bias, BF16)
+        packed, block_scale, scale = ops.quantize(weight, None, "amax", ROW)
+        dense = ops.packed_operand(packed, block_scale, scale, weight.shape[1], BF16, "amax", ROW)
+        left, alpha = ops.operand(x, None, "amax", ROW)
+        return ops.operand(x, None, "pow2", ROW)[0] + 1, ops.matmul(left, alpha, dense, scale, bias, BF16, "amax", ROW)
 
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     weight, bias = torch.randn(48, 100, device=DEVICE, dtype=BF16), torch.randn(48, device=DEVICE, dtype=BF16)
@@ -437,12 +475,14 @@ def test_compiles_without_graph_breaks():
 
 def test_refusals():
     x = torch.randn(4, 32, device=DEVICE)
-    with pytest.raises(ValueError, match="CUDA"):
+    with pytest.raises(ValueError, match="cpu"):
         kernels.quantize(x.cpu())
+    with pytest.raises(ValueError, match="cpu"):
+        kernels.operand(x, global_scale=torch.ones(()))
     with pytest.raises(TypeError, match="float64"):
         kernels.operand(x.double())
     with pytest.raises(ValueError, match="not a rule"):
-        kernels.operand(x, rule="max")
+        kernels.operand(x, rule="max", dtype=BF16)
     with pytest.raises(ValueError, match="float32"):
         kernels.quantize(x, global_scale=torch.ones(2, device=DEVICE))
     with pytest.raises(ValueError, match="axis"):
