@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 import zlib
 from dataclasses import asdict
 from pathlib import Path
@@ -35,8 +34,10 @@ from qatpatch.packed_linear import NVFP4Linear
 from qatpatch.patch import Record, attention_states, is_purged, patch_record, replace_module
 from qatpatch.plan import RECORD
 from qatpatch.reuse import input_group
+from qatpatch.stored_models import PackedModel, read_foreign
 from qatpatch.swap import bind_infer, watch_masks
 from qatpatch.switch import AttentionChoice, Switch
+from qatpatch.tensor_files import TensorFile, read_json, read_json_file, replace_file
 from qatpatch.units import adapters, is_graph, layer_at, unwrap
 
 logger = logging.getLogger("qatpatch")
@@ -81,8 +82,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     metadata = {HEADER_KEY: json.dumps(description)}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _replace(directory / WEIGHTS_NAME, lambda temporary: _write_tensors(tensors, temporary, metadata))
-        _replace(directory / CONFIG_NAME, lambda temporary: temporary.write_text(_config_json(description)))
+        replace_file(directory / WEIGHTS_NAME, lambda temporary: _write_tensors(tensors, temporary, metadata))
+        replace_file(directory / CONFIG_NAME, lambda temporary: temporary.write_text(_config_json(description)))
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"cannot write to {directory}: {error}") from error
     logger.info("save: %d packed linears, %d tensors to %s", len(description["linears"]), len(tensors), directory)
@@ -93,9 +94,9 @@ def load(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    model: nn.Module | None = None,
+    model: nn.Module | str | os.PathLike[str] | None = None,
 ) -> nn.Module:
-    """Read what `save` wrote.
+    """Read what `save` wrote, or packed NVFP4 of ModelOpt, ComfyUI or compressed-tensors (`formats`).
 
     Args:
         path: the directory (or the safetensors file in it).
@@ -103,26 +104,28 @@ def load(
         dtype: float32, bfloat16 or float16 for everything that is not packed; default: as saved. Packed weights
             and scales
             never change.
-        model: an unpatched instance of the saved architecture to load into, on any device or meta; needed only for
-            models that are not diffusers', which cannot be rebuilt from their config.
+        model: an unpatched instance of the saved architecture to load into, on any device or meta, or a directory with
+            its diffusers config.json. Needed only for models that are not diffusers', which cannot be rebuilt from
+            their config, and for files without a config, as ComfyUI's are.
 
     Returns:
-        The deployed model, in eval mode.
+        The deployed model, in eval mode. Files of other tools say nothing of attention: it is dense there.
 
     Raises:
-        CheckpointError: the file is missing, truncated, foreign, of another version, or does not fit the model.
+        CheckpointError: the file is missing, truncated, of another version or in no format that its metadata names, or
+            does not fit the model.
         KernelUnavailable: no kernel here computes the scheme that the attention was trained for.
     """
     if dtype is not None and dtype not in COMPUTE_DTYPES:
         raise CheckpointError(f"dtype={dtype} is not one of float32, bfloat16, float16")
     device = _device(device)
-    file = _path(path)
-    file = file / WEIGHTS_NAME if file.is_dir() or file.suffix != ".safetensors" else file
-    description, tensors = _read(file)
-    skeleton = _skeleton(description) if model is None else _given_skeleton(model, description)
+    file = weights_file(path)
+    stored, skeleton = open_stored(file, model)
+    description = stored.description
+    tensors = {name: stored.tensor(name) for name in stored.specs}
     try:
         record = _prepare(skeleton, description, device)
-        damaged = _damaged(description, tensors)
+        damaged = _damaged(description, tensors) if "checksums" in description else None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -137,6 +140,57 @@ def load(
     vars(skeleton)[RECORD] = record
     logger.info("load: %d packed linears from %s", len(record.linears), file)
     return skeleton.eval()
+
+
+def weights_file(path: str | os.PathLike[str]) -> Path:
+    """The safetensors file that ``path``, a directory or the file itself, stands for."""
+    path = _path(path)
+    return path / WEIGHTS_NAME if path.is_dir() or path.suffix != ".safetensors" else path
+
+
+def open_stored(file: Path, model: nn.Module | str | os.PathLike[str] | None = None) -> tuple[PackedModel, nn.Module]:
+    """A file of any format that is read, and an unpatched model (parameters on meta, or ``model``) that it is for."""
+    if not file.is_file():
+        raise CheckpointError(f"there is no {file}; qatpatch.load reads the directory that qatpatch.save wrote")
+    opened = TensorFile(file)
+    if HEADER_KEY in opened.metadata:
+        description = _parse(opened.metadata, file)
+        stored = PackedModel(description=description, specs=opened.specs, tensor=opened.tensor)
+        return stored, _skeleton(description) if model is None else _given_skeleton(model, description)
+    config = read_json_file(file.parent / CONFIG_NAME) if (file.parent / CONFIG_NAME).is_file() else None
+    config = config if isinstance(config, dict) else None
+    if HEADER_KEY in (config or {}):
+        raise CheckpointError(f"{file} was not written by qatpatch.save, and the config.json beside it was")
+    skeleton = skeleton_for(file, config, model)
+    wanted = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
+    stored = read_foreign(opened, config, type(skeleton).__name__, wanted)
+    stored.description.update(config=_plain_config(skeleton), computed_buffers=_computed_buffers(skeleton))
+    return stored, skeleton
+
+
+def skeleton_for(
+    file: Path, config: dict[str, Any] | None, model: nn.Module | str | os.PathLike[str] | None
+) -> nn.Module:
+    """The model that a file of another tool is for: the one that is given, else of the config.json beside it."""
+    if isinstance(model, nn.Module):
+        return _given_skeleton(model, None)
+    if model is not None:
+        directory = _path(model)
+        config = read_json_file(directory / CONFIG_NAME if directory.is_dir() else directory)
+    if not isinstance(config, dict) or not isinstance(config.get("_class_name"), str):
+        raise CheckpointError(
+            f"nothing says which model {file} is for (no config.json of diffusers beside it); pass model=, an "
+            "unpatched instance of it or a directory with its config.json"
+        )
+    return config_skeleton(config)
+
+
+def config_skeleton(config: dict[str, Any]) -> nn.Module:
+    """The model of a diffusers config.json, parameters on meta."""
+    fields = {key: value for key, value in config.items() if not key.startswith("_")}
+    for other in (HEADER_KEY, "quantization_config"):
+        fields.pop(other, None)
+    return _skeleton({"class": config["_class_name"], "config": fields})
 
 
 def _plain(path: str) -> str:
@@ -174,10 +228,9 @@ def _describe(model: nn.Module, record: Record) -> dict[str, Any]:
     for (name, paths), state in zip(record.attentions.items(), states, strict=True):
         deployed = state.deployed.scheme
         attentions[name] = {"paths": list(paths), "scheme": state.scheme, "deployed_scheme": deployed}
-    config = {key: value for key, value in dict(getattr(model, "config", {})).items() if not key.startswith("_")}
     return {
         "class": type(model).__name__,
-        "config": json.loads(json.dumps(config, default=list)),
+        "config": _plain_config(model),
         "profile": record.profile,
         "scheme": record.scheme,
         "staged": record.staged,
@@ -189,6 +242,12 @@ def _describe(model: nn.Module, record: Record) -> dict[str, Any]:
         "attentions": attentions,
         "computed_buffers": _computed_buffers(model),
     }
+
+
+def _plain_config(model: nn.Module) -> dict[str, Any]:
+    """A diffusers model's config as JSON holds it; empty for other models."""
+    config = {key: value for key, value in dict(getattr(model, "config", {})).items() if not key.startswith("_")}
+    return json.loads(json.dumps(config, default=list))
 
 
 def _computed_buffers(model: nn.Module) -> dict[str, str]:
@@ -237,23 +296,6 @@ def _write_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[
     safetensors.torch.save_file(unshared, file, metadata=metadata)
 
 
-def _replace(file: Path, write: Any) -> None:
-    """Write beside ``file`` and rename over it; the temporary name is never taken for a model."""
-    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", suffix=".partial", dir=file.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        write(temporary)
-        with open(temporary, "rb+") as written:
-            os.fsync(written.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _path(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise CheckpointError(f"path is the directory of a model, got {path!r}")
@@ -300,29 +342,10 @@ def _compare_config(file: Path, description: dict[str, Any]) -> None:
         logger.warning("load: %s differs from the header of the weights, which is what counts", file)
 
 
-def _read(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    if not file.is_file():
-        raise CheckpointError(f"there is no {file}; qatpatch.load reads the directory that qatpatch.save wrote")
-    try:
-        with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
-            metadata = opened.metadata() or {}
-            description = _parse(metadata, file)
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-    except (safetensors.SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is truncated or no safetensors file: {error}") from error
-    return description, tensors
-
-
 def _parse(metadata: dict[str, str], file: Path) -> dict[str, Any]:
-    if HEADER_KEY not in metadata:
-        found = f"its header says {', '.join(sorted(metadata))}" if metadata else "its header says nothing"
-        raise CheckpointError(
-            f"{file} was not written by qatpatch.save ({found}); packed NVFP4 of other tools differs in nibble order "
-            "and scale layout and cannot be told by shape, so it is not guessed at"
-        )
     try:
-        description = json.loads(metadata[HEADER_KEY])
-    except ValueError as error:
+        description = read_json(metadata[HEADER_KEY], "it")
+    except CheckpointError as error:
         raise CheckpointError(f"the description in {file} is damaged: {error}") from error
     version = description.get("version") if isinstance(description, dict) else None
     if version != VERSION:
@@ -354,9 +377,12 @@ def _skeleton(description: dict[str, Any]) -> nn.Module:
         raise CheckpointError(f"the config in the checkpoint does not build a {name}: {error}") from error
 
 
-def _given_skeleton(model: nn.Module, description: dict[str, Any]) -> nn.Module:
+def _given_skeleton(model: nn.Module | str | os.PathLike[str], description: dict[str, Any] | None) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        directory = _path(model)
+        model = skeleton_for(directory, None, directory)
     model = unwrap(model)
-    if type(model).__name__ != description["class"]:
+    if description is not None and type(model).__name__ != description["class"]:
         raise CheckpointError(f"the checkpoint holds a {description['class']}, model= is a {type(model).__name__}")
     if RECORD in vars(model):
         raise CheckpointError("model= must be an unpatched instance; this one is patched")

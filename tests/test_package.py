@@ -26,15 +26,15 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # lies in qatpatch/kernels.
 LEVELS = (
     ("errors",),
-    ("autocast",),
+    ("autocast", "tensor_files", "key_names"),
     ("nvfp4",),
     ("kernels",),
     ("straight_through",),
     ("recomputation", "reuse"),
     ("switch",),
     ("parallel",),
-    ("linear_state",),
-    ("linear", "attention", "masks"),
+    ("linear_state", "formats"),
+    ("linear", "attention", "masks", "stored_models"),
     ("packed_linear",),
     ("profiles",),
     ("dispatch",),
