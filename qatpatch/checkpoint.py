@@ -22,8 +22,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import nn
 
@@ -37,7 +35,7 @@ from qatpatch.reuse import input_group
 from qatpatch.stored_models import PackedModel, read_foreign
 from qatpatch.swap import bind_infer, watch_masks
 from qatpatch.switch import AttentionChoice, Switch
-from qatpatch.tensor_files import TensorFile, read_json, read_json_file, replace_file
+from qatpatch.tensor_files import Spec, TensorFile, read_json, read_json_file, replace_file, write_tensors
 from qatpatch.units import adapters, is_graph, layer_at, unwrap
 
 logger = logging.getLogger("qatpatch")
@@ -74,19 +72,25 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if is_graph(model):
         raise CheckpointError("graph modules have no config to rebuild them from; save the eager model instead")
     description = _describe(model, record)
-    tensors = {name: _writable(name, tensor) for name, tensor in model.state_dict().items()}
-    # One key: safetensors writes several in no fixed order, and equal models should be equal files.
-    checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}
-    description |= {"version": VERSION, "checksums": checksums}
+    tensors = {name: writable(name, tensor) for name, tensor in model.state_dict().items()}
+    specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    write_model(directory, PackedModel(description=description, specs=specs, tensor=tensors.__getitem__))
+    logger.info("save: %d packed linears, %d tensors to %s", len(description["linears"]), len(tensors), directory)
+
+
+def write_model(directory: Path, model: PackedModel) -> None:
+    """Write our own format: `WEIGHTS_NAME` and config.json. Each tensor is asked for twice."""
+    # One key: equal models should be equal files.
+    checksums = {name: _checksum(model.tensor(name)) for name in model.specs}
+    description = model.description | {"version": VERSION, "checksums": checksums}
     description["digest"] = _digest(description)
-    metadata = {HEADER_KEY: json.dumps(description)}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        replace_file(directory / WEIGHTS_NAME, lambda temporary: _write_tensors(tensors, temporary, metadata))
+        metadata = {HEADER_KEY: json.dumps(description)}
+        write_tensors(directory / WEIGHTS_NAME, model.specs, metadata, model.tensor)
         replace_file(directory / CONFIG_NAME, lambda temporary: temporary.write_text(_config_json(description)))
-    except (OSError, safetensors.SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(f"cannot write to {directory}: {error}") from error
-    logger.info("save: %d packed linears, %d tensors to %s", len(description["linears"]), len(tensors), directory)
 
 
 def load(
@@ -122,6 +126,8 @@ def load(
     file = weights_file(path)
     stored, skeleton = open_stored(file, model)
     description = stored.description
+    if skeleton is None:
+        skeleton = _skeleton(description)
     tensors = {name: stored.tensor(name) for name in stored.specs}
     try:
         record = _prepare(skeleton, description, device)
@@ -148,15 +154,19 @@ def weights_file(path: str | os.PathLike[str]) -> Path:
     return path / WEIGHTS_NAME if path.is_dir() or path.suffix != ".safetensors" else path
 
 
-def open_stored(file: Path, model: nn.Module | str | os.PathLike[str] | None = None) -> tuple[PackedModel, nn.Module]:
-    """A file of any format that is read, and an unpatched model (parameters on meta, or ``model``) that it is for."""
+def open_stored(
+    file: Path, model: nn.Module | str | os.PathLike[str] | None = None
+) -> tuple[PackedModel, nn.Module | None]:
+    """A file of any format that is read, and the unpatched model that it is for: ``model``, or for a file of another
+    tool one with its parameters on meta; None for our own, which says all about itself.
+    """
     if not file.is_file():
         raise CheckpointError(f"there is no {file}; qatpatch.load reads the directory that qatpatch.save wrote")
     opened = TensorFile(file)
     if HEADER_KEY in opened.metadata:
         description = _parse(opened.metadata, file)
         stored = PackedModel(description=description, specs=opened.specs, tensor=opened.tensor)
-        return stored, _skeleton(description) if model is None else _given_skeleton(model, description)
+        return stored, None if model is None else _given_skeleton(model, description)
     config = read_json_file(file.parent / CONFIG_NAME) if (file.parent / CONFIG_NAME).is_file() else None
     config = config if isinstance(config, dict) else None
     if HEADER_KEY in (config or {}):
@@ -164,7 +174,7 @@ def open_stored(file: Path, model: nn.Module | str | os.PathLike[str] | None = N
     skeleton = skeleton_for(file, config, model)
     wanted = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
     stored = read_foreign(opened, config, type(skeleton).__name__, wanted)
-    stored.description.update(config=_plain_config(skeleton), computed_buffers=_computed_buffers(skeleton))
+    stored.description.update(config=plain_config(skeleton), computed_buffers=_computed_buffers(skeleton))
     return stored, skeleton
 
 
@@ -230,7 +240,7 @@ def _describe(model: nn.Module, record: Record) -> dict[str, Any]:
         attentions[name] = {"paths": list(paths), "scheme": state.scheme, "deployed_scheme": deployed}
     return {
         "class": type(model).__name__,
-        "config": _plain_config(model),
+        "config": plain_config(model),
         "profile": record.profile,
         "scheme": record.scheme,
         "staged": record.staged,
@@ -244,7 +254,7 @@ def _describe(model: nn.Module, record: Record) -> dict[str, Any]:
     }
 
 
-def _plain_config(model: nn.Module) -> dict[str, Any]:
+def plain_config(model: nn.Module) -> dict[str, Any]:
     """A diffusers model's config as JSON holds it; empty for other models."""
     config = {key: value for key, value in dict(getattr(model, "config", {})).items() if not key.startswith("_")}
     return json.loads(json.dumps(config, default=list))
@@ -269,7 +279,14 @@ def _config_json(description: dict[str, Any]) -> str:
     return json.dumps({**config, "qatpatch": {"version": VERSION, **rest}}, indent=2) + "\n"
 
 
-def _writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU; CheckpointError where a file has no place for it."""
+    check_writable(name, tensor)
+    return tensor.detach().cpu().contiguous()
+
+
+def check_writable(name: str, tensor: torch.Tensor) -> None:
+    """Raises: CheckpointError where a file has no place for the tensor."""
     if tensor.dtype is not torch.uint8 and tensor.dtype not in COMPUTE_DTYPES:
         raise CheckpointError(
             f"{name} is {tensor.dtype} (layerwise casting?), which load would refuse; convert it first"
@@ -282,18 +299,6 @@ def _writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
             "state_dict.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)), "
             "load them into an unsharded deployed model, and save that"
         )
-    return tensor.detach().cpu().contiguous()
-
-
-def _write_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
-    seen: dict[int, str] = {}
-    unshared = {}
-    for name, tensor in tensors.items():
-        # safetensors refuses tensors that share memory; tied weights are written once a name.
-        shared = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in seen
-        unshared[name] = tensor.clone() if shared else tensor
-        seen[tensor.untyped_storage().data_ptr()] = name
-    safetensors.torch.save_file(unshared, file, metadata=metadata)
 
 
 def _path(path: str | os.PathLike[str]) -> Path:
@@ -321,6 +326,23 @@ def _digest(description: dict[str, Any]) -> int:
     """Of everything that the description says but the digest itself."""
     rest = {key: value for key, value in description.items() if key != "digest"}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+
+
+def checked(stored: PackedModel, file: Path) -> PackedModel:
+    """The same, every tensor compared with its checksum when it is read; files of others have none."""
+    description = stored.description
+    if "checksums" not in description:
+        return stored
+    if description.get("digest") != _digest(description):
+        raise CheckpointError(f"{file}: the description is not what was saved (its checksum differs)")
+
+    def tensor(name: str) -> torch.Tensor:
+        found = stored.tensor(name)
+        if description["checksums"].get(name) != _checksum(found):
+            raise CheckpointError(f"{file}: {name} is not what was saved (its checksum differs); the file was changed")
+        return found
+
+    return PackedModel(description=description, specs=stored.specs, tensor=tensor)
 
 
 def _damaged(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str | None:

@@ -45,6 +45,7 @@ LEVELS = (
     ("patch",),
     ("swap",),
     ("deployment", "checkpoint", "calibration", "coverage"),
+    ("exporting",),
     ("__init__",),
     ("doctor",),
     ("__main__",),
