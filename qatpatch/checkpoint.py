@@ -80,10 +80,11 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def write_model(directory: Path, model: PackedModel) -> None:
     """Write our own format: `WEIGHTS_NAME` and config.json. Each tensor is asked for twice."""
-    # One key: equal models should be equal files.
-    checksums = {name: _checksum(model.tensor(name)) for name in model.specs}
+    checksums = {name: _checksum(model.tensor(name)) for name in sorted(model.specs)}
     description = model.description | {"version": VERSION, "checksums": checksums}
     description["digest"] = _digest(description)
+    # In one order: equal models should be equal files.
+    description = dict(sorted(description.items()))
     try:
         directory.mkdir(parents=True, exist_ok=True)
         metadata = {HEADER_KEY: json.dumps(description)}

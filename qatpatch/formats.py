@@ -92,6 +92,12 @@ class Format:
         }
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """All that may follow a packed layer's name, bias apart."""
+        said = (COMFY_LAYER,) if self.name == "comfy" else ()
+        return self.codes, self.block_scale, self.global_scale, self.input_scale, *said
+
+    @property
     def scale_spec(self) -> Spec:
         return Spec(torch.float32, self.scale_shape)
 
@@ -345,8 +351,7 @@ def _check_layer(file: TensorFile, found: Format, layer: str) -> None:
 
 def _check_rest(file: TensorFile, found: Format, layers: Mapping[str, bool]) -> None:
     """Nothing packed may be left over: it would be taken for something dense."""
-    parts = {found.codes, found.block_scale, found.global_scale, found.input_scale, COMFY_LAYER}
-    taken = {f"{layer}.{part}" for layer in layers for part in parts}
+    taken = {f"{layer}.{part}" for layer in layers for part in found.parts}
     for name, spec in file.specs.items():
         if name not in taken and (spec.dtype.itemsize == 1 or name.endswith((".pre_quant_scale", ".weight_scale_2"))):
             raise CheckpointError(

@@ -108,31 +108,37 @@ def _own_names(
     file: TensorFile, found: Format, layers: Iterable[str], model_class: str, wanted: Iterable[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Our name -> key of every dense tensor, and layer in the file -> layer of the model."""
-    wanted = set(wanted)
     prefix = PREFIX if found is COMFY and all(layer.startswith(PREFIX) for layer in layers) else ""
-    names = {key: key for key in wanted}
-    if not all(f"{layer.removeprefix(prefix)}.weight" in wanted for layer in layers) and model_class in RULES:
-        names = {original: key for key, original in original_names(model_class, wanted).items()}
-    packed = {}
-    for layer in layers:
-        name = names.get(f"{layer.removeprefix(prefix)}.weight")
-        if name is None:
-            raise CheckpointError(f"{file.path}: {layer} is packed, and a {model_class} as given has no such layer")
-        packed[layer] = name.removesuffix(".weight")
-    parts = {found.codes, found.block_scale, found.global_scale, found.input_scale, "comfy_quant"}
-    own = {f"{layer}.{part}" for layer in layers for part in parts}
+    own = {f"{layer}.{part}" for layer in layers for part in found.parts}
+    elsewhere = OTHER_COMPONENTS.get(model_class, ())
     dense, others = {}, 0
     for key in file.specs:
         name = key.removeprefix(prefix)
-        if key in own:
-            continue
-        if not key.startswith(prefix) or name.startswith(OTHER_COMPONENTS.get(model_class, ())):
+        if key.startswith(prefix) and not name.startswith(elsewhere) and key not in own:
+            dense[name] = key
+        elif key not in own:
             others += 1
-            continue
-        dense[names.get(name, name)] = key
     if others:
         logger.info("load: %d tensors of %s belong to other components than the transformer", others, file.path)
-    return dense, packed
+    packed = {f"{layer.removeprefix(prefix)}.weight": layer for layer in layers}
+    names = _naming(model_class, set(wanted), {*dense, *packed})
+    for name, layer in packed.items():
+        if names.get(name) is None:
+            raise CheckpointError(f"{file.path}: {layer} is packed, and the {model_class} has no such layer")
+    place = {key: index for index, key in enumerate(wanted)}
+    return (
+        {names.get(name, name): key for name, key in dense.items()},
+        {packed[name]: names[name].removesuffix(".weight") for name in sorted(packed, key=lambda n: place[names[n]])},
+    )
+
+
+def _naming(model_class: str, wanted: set[str], found: set[str]) -> dict[str, str]:
+    """Name in the file -> ours: diffusers' names, or the original ones where those fit more of what was found."""
+    ours = {key: key for key in wanted}
+    if found <= wanted or model_class not in RULES:
+        return ours
+    original = {name: key for key, name in original_names(model_class, wanted).items()}
+    return original if len(found & set(original)) > len(found & wanted) else ours
 
 
 def _check_shape(file: TensorFile, found: Format, layer: str, name: str, rows: int, columns: int) -> None:
