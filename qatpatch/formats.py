@@ -125,11 +125,15 @@ class Format:
 
     def read_block_scale(self, stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         """The inverse of `write_block_scale`: uint8."""
-        blocks = nvfp4.padded_length(columns) // nvfp4.BLOCK_SIZE
-        scale = stored.view(torch.uint8)
-        scale = layouts.untile_scales(scale, rows, blocks) if self.tiled else scale
+        scale = self.linear_block_scale(stored, rows, columns)
         check_block_scale(scale)
         return scale
+
+    def linear_block_scale(self, stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        """`read_block_scale`, whatever the numbers are."""
+        scale = stored.view(torch.uint8)
+        blocks = nvfp4.padded_length(columns) // nvfp4.BLOCK_SIZE
+        return layouts.untile_scales(scale, rows, blocks) if self.tiled else scale
 
     def write_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """A decode scale, float32 with one element, to the format's direction and shape."""

@@ -45,15 +45,16 @@ LEVELS = (
     ("patch",),
     ("swap",),
     ("deployment", "checkpoint", "calibration", "coverage"),
-    ("exporting",),
+    ("exporting", "inspection"),
     ("__init__",),
     ("doctor",),
+    ("cli",),
     ("__main__",),
 )
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 
 # None of these may come with `import qatpatch`: each costs seconds, or is missing on some machine.
-NOT_AT_IMPORT = ("diffusers", "transformers", "triton", "flashinfer", "accelerate")
+NOT_AT_IMPORT = ("diffusers", "transformers", "triton", "flashinfer", "accelerate", "typer", "rich")
 IMPORT_SECONDS = 0.2
 
 # Prints what `import qatpatch` adds to a process that has torch: the seconds, then the modules.
