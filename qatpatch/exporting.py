@@ -46,6 +46,7 @@ from qatpatch.formats import (
 )
 from qatpatch.key_names import original_names as names_of_origin
 from qatpatch.linear import QATLinear
+from qatpatch.linear_state import fixed_input_scale
 from qatpatch.packed_linear import NVFP4Linear, packed_weight, quantized_source
 from qatpatch.patch import Record, patch_record
 from qatpatch.reuse import input_group
@@ -347,10 +348,8 @@ def _input_scales(packed: dict[str, Any], found: Format, comfy: _Comfy) -> dict[
     scales, lacking = {}, []
     for path, layer in packed.items():
         settings = layer["settings"]
-        scales[path] = {"unit": 1.0, "static": settings["static_scale"]}.get(settings["input_scale"])
-        if not settings["activations"]:
-            scales[path] = None
-        elif scales[path] is None and not comfy.without_input_scale:
+        scales[path] = fixed_input_scale(settings)
+        if settings["activations"] and scales[path] is None and not comfy.without_input_scale:
             lacking.append(path)
     if lacking:
         raise CheckpointError(_no_input_scale(lacking, packed[lacking[0]]["settings"]["input_scale"], found))

@@ -16,6 +16,7 @@ import torch
 from qatpatch.checkpoint import CONFIG_NAME, HEADER_KEY, checked, open_stored
 from qatpatch.errors import CheckpointError
 from qatpatch.formats import Format, check_block_scale, check_global_scale, identify
+from qatpatch.linear_state import fixed_input_scale
 from qatpatch.receipts import Receipt, Table, grouped_members
 from qatpatch.tensor_files import TensorFile, read_json_file
 
@@ -135,7 +136,7 @@ def _own(path: Path) -> tuple[str, tuple[PackedLayer, ...]]:
                 not settings["activations"],
                 lambda first=first: stored.tensor(f"{first}.weight_scale"),
                 lambda first=first: stored.tensor(f"{first}.weight_global_scale").view(torch.float32),
-                lambda settings=settings: settings["static_scale"],
+                lambda settings=settings: fixed_input_scale(settings),
             )
         )
     return stored.description["class"], tuple(layers)

@@ -162,7 +162,7 @@ class TestIdentify:
             ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "format is 'pack-quantized'"),
             (CONFIG["compressed-tensors"] | {"config_groups": {"a": {}, "b": {}}}, "2 config_groups"),
             ([1], "quantization_config of .* is list"),
-            ("[" * 100_000, "no JSON"),
+            pytest.param("[" * 100_000, "no JSON", id="deep"),
             ("{", "no JSON"),
         ],
     )
@@ -177,7 +177,7 @@ class TestIdentify:
             (layerwise("elsewhere"), {}, "elsewhere.weight is missing"),
             (layerwise(), {}, "belongs to no NVFP4 layer"),
             ({"_quantization_metadata": "[]"}, {}, "lists no layers"),
-            ({"_quantization_metadata": "[" * 100_000}, {}, "no JSON"),
+            pytest.param({"_quantization_metadata": "[" * 100_000}, {}, "no JSON", id="deep"),
             (layerwise("layer"), {"x.comfy_quant": {"format": "nvfp4"}}, "disagree on layer"),
             (None, {"layer.comfy_quant": [1]}, "layer is None"),
             (None, {"layer.comfy_quant": "x" * 5000}, "not a few bytes of JSON"),
