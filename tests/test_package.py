@@ -45,7 +45,8 @@ LEVELS = (
     ("patch",),
     ("swap",),
     ("deployment", "checkpoint", "calibration", "coverage"),
-    ("exporting", "inspection"),
+    ("live_models", "inspection"),
+    ("exporting",),
     ("__init__",),
     ("doctor",),
     ("cli",),
@@ -121,8 +122,9 @@ def test_changelog_has_the_version():
     assert re.search(rf"^## {re.escape(qatpatch.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
-def test_readme_runs_as_printed(tmp_path):
-    script = "\n".join(python_blocks(ROOT / "README.md"))
+@pytest.mark.parametrize("page", ["README.md", "docs/formats-elsewhere.md"])
+def test_pages_run_as_printed(page, tmp_path):
+    script = "\n".join(python_blocks(ROOT / page))
     # The subprocess runs elsewhere, for what the snippet saves; this checkout goes in front of its path.
     script = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{script}"
     run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import weakref
 
 import pytest
 import safetensors.torch
@@ -119,6 +120,19 @@ def test_what_turns_out_otherwise_than_announced_leaves_no_file(tmp_path):
         with pytest.raises(CheckpointError, match="a turned out"):
             write_tensors(tmp_path / "x", specs, {}, lambda name, tensor=tensor: tensor)
     assert not os.listdir(tmp_path)
+
+
+def test_one_tensor_is_held_at_a_time(tmp_path):
+    alive, most = weakref.WeakSet(), []
+
+    def tensor(name):
+        made = torch.zeros(1000)
+        most.append(len(alive))
+        alive.add(made)
+        return made
+
+    write_tensors(tmp_path / "x", {f"{i}": Spec(torch.float32, (1000,)) for i in range(20)}, {}, tensor)
+    assert most == [0] * 20
 
 
 def test_json_of_strangers(tmp_path):
