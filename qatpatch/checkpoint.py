@@ -170,7 +170,7 @@ def open_stored(
         return stored, None if model is None else _given_skeleton(model, description)
     config = read_json_file(file.parent / CONFIG_NAME) if (file.parent / CONFIG_NAME).is_file() else None
     config = config if isinstance(config, dict) else None
-    if HEADER_KEY in (config or {}):
+    if HEADER_KEY in (config or {}) and file.name == WEIGHTS_NAME:
         raise CheckpointError(f"{file} was not written by qatpatch.save, and the config.json beside it was")
     skeleton = skeleton_for(file, config, model)
     wanted = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}

@@ -44,6 +44,8 @@ _COMFY_LAYER_BYTES = 1 << 12
 _WEIGHT_ONLY = "full_precision_matrix_mult"
 _NAN_SCALE = 0x7F
 _ALGORITHMS = {"NVFP4": False, "W4A16_NVFP4": True}
+# What a directory's weights are called, to which the config.json there belongs.
+_OF_DIRECTORIES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 _COMPRESSED = "nvfp4-pack-quantized"
 
 
@@ -240,8 +242,10 @@ def identify(file: TensorFile, config: Mapping[str, Any] | None) -> tuple[Format
     Raises:
         CheckpointError: nothing says what the file holds, several things do, or they do not fit the tensors.
     """
-    stated = _stated_config(file, config)
     comfy = COMFY_METADATA in file.metadata or any(name.endswith("." + COMFY_LAYER) for name in file.specs)
+    if comfy and file.path.name not in _OF_DIRECTORIES:
+        config = None  # of another model: a single file may lie anywhere
+    stated = _stated_config(file, config)
     if stated is not None and comfy:
         raise CheckpointError(
             f"{file.path} says both {COMFY_METADATA} (ComfyUI: high nibble first, tiled scales) and {CONFIG_KEY} "

@@ -147,8 +147,20 @@ class TestIdentify:
 
     def test_a_modelopt_file_with_the_metadata_of_the_other_is_not_decoded(self, load):
         """Shapes agree with tiles here (128 x 64), so contradiction in the metadata is all there is."""
+        said = {"quantization_config": json.dumps(CONFIG["modelopt"])}
         with pytest.raises(CheckpointError, match="both _quantization_metadata"):
-            load(parts(MODELOPT), metadata=layerwise("layer"), config=CONFIG["modelopt"])
+            load(parts(MODELOPT), metadata=layerwise("layer") | said)
+
+    @pytest.mark.parametrize("name", ["diffusion_pytorch_model.safetensors", "comfy.safetensors"])
+    def test_a_config_beside_a_single_file_is_of_another_model(self, tmp_path, name):
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": CONFIG["modelopt"]}))
+        safetensors.torch.save_file(parts(COMFY), tmp_path / name, metadata=layerwise("layer"))
+        if name == "comfy.safetensors":
+            loaded = qatpatch.load(tmp_path / name, model=Skeleton())
+            assert torch.equal(loaded.layer.weight_packed, lattice(128, 64).packed)
+        else:
+            with pytest.raises(CheckpointError, match="both _quantization_metadata"):
+                qatpatch.load(tmp_path / name, model=Skeleton())
 
     def test_dense_files(self, load):
         with pytest.raises(CheckpointError, match="holds no packed NVFP4 layer"):
