@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from latents import pack_tokens, unpack_tokens
@@ -155,7 +156,7 @@ def call_model(
     return video.float()
 
 
-def training_loss(
+def sample_losses(
     model: torch.nn.Module,
     settings: Settings,
     batch: Batch,
@@ -163,7 +164,7 @@ def training_loss(
     device: torch.device,
     teacher: torch.nn.Module | None = None,
 ) -> torch.Tensor:
-    """Mean squared error of the model's output over the tokens to be generated.
+    """(B,): mean squared error of the model's output over the tokens to be generated, for each sample of the batch.
 
     Against ``x_0`` or the velocity, whichever the output is read as; the first is the second weighted by sigma squared.
     Or against what ``teacher`` makes of the same inputs.
@@ -183,7 +184,12 @@ def training_loss(
         generator.set_state(before_audio)
         with torch.no_grad():
             target = call_model(teacher, settings, noisy, sigma, batch, grid, generator)
-    return ((output - target).square() * free).sum() / (free.sum() * clean.shape[0] * clean.shape[2])
+    return ((output - target).square() * free).sum((1, 2)) / (free.sum() * clean.shape[2])
+
+
+def training_loss(*arguments: Any) -> torch.Tensor:
+    """The mean of `sample_losses`, which takes the same arguments."""
+    return sample_losses(*arguments).mean()
 
 
 @torch.no_grad()

@@ -252,8 +252,8 @@ def seeded(*parts: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def loader(paths: Sequence[Path], batches: StepBatches, workers: int) -> DataLoader:
-    """Micro-batches of cached clips, stacked."""
+def loader(samples: Dataset, batches: StepBatches, workers: int) -> DataLoader:
+    """Micro-batches of samples, stacked."""
     # Without a generator of its own a loader draws a seed from torch's global one each time it starts, so a resumed run
     # would be one draw ahead.
-    return DataLoader(LatentDataset(paths), batch_sampler=batches, num_workers=workers, generator=torch.Generator())
+    return DataLoader(samples, batch_sampler=batches, num_workers=workers, generator=torch.Generator())

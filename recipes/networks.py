@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from latents import Codec, SpaceToDepth, TextEncoder, VideoVAE, seeded
 from recipe import PretrainedModel, Recipe, RecipeError, TinyModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 _PARTS = ("transformer", "vae", "text_encoder", "tokenizer", "connectors")
 
@@ -29,12 +31,28 @@ def build_transformer(recipe: Recipe) -> torch.nn.Module:
         torch.manual_seed(recipe.seed)
         with torch.device("meta") if recipe.model.init == "shards" else contextlib.nullcontext():
             model = transformer_class(recipe)(**recipe.model.config)
+        if recipe.model.weights is not None:
+            _read_weights(model, recipe.model.weights)
     else:
         dtype = getattr(torch, recipe.model.dtype)
         model = _load(transformer_class(recipe), recipe.model, "transformer", dtype=dtype)
     if recipe.train.gradient_checkpointing:
         model.enable_gradient_checkpointing()
     return model.train().requires_grad_(True)
+
+
+def _read_weights(model: torch.nn.Module, path: Path) -> None:
+    """Replace every weight by the file's.
+
+    Raises:
+        RecipeError: the file is missing, or of a model of other names or shapes.
+    """
+    try:
+        model.load_state_dict(load_file(path))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise RecipeError(
+            f"model.weights {path} cannot be read into the model that model.config describes: {error}"
+        ) from error
 
 
 def draw_shard(generator: torch.Generator, name: str, shard: torch.Tensor) -> None:

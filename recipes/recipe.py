@@ -36,6 +36,8 @@ class TinyModel(Section):
 
     Attributes:
         config: arguments of ``LTX2VideoTransformer3DModel``.
+        weights: a safetensors file of an earlier run (``transformer/diffusion_pytorch_model.safetensors`` of a dense
+            one) to start from, instead of random values.
         text_tokens: length of the fixed random text embedding that stands for a caption.
         audio_tokens: zeros that stand for audio.
         init: ``whole`` makes the weights as the class does, in every process; ``shards`` draws each process's own shard
@@ -47,6 +49,7 @@ class TinyModel(Section):
     text_tokens: Annotated[int, Field(ge=1)] = 8
     audio_tokens: Annotated[int, Field(ge=1)] = 4
     init: Literal["whole", "shards"] = "whole"
+    weights: Path | None = None
 
     @model_validator(mode="after")
     def _known_arguments(self) -> TinyModel:
@@ -193,6 +196,7 @@ class Train(Section):
         ema_decay: of the averaged weights that are validated and deployed; 0 for none.
         target: what the output is trained towards: the data, or what a ``teacher`` predicts (distillation), a frozen
             copy of the model as it was loaded, which is never quantized.
+        compile: compile the repeated blocks (`torch.compile`) for training; sampling runs them eagerly.
         optimizer: AdamW with float32 moments, or with 8-bit ones: torchao's (anywhere) or bitsandbytes' (one GPU).
     """
 
@@ -210,6 +214,7 @@ class Train(Section):
     target: Literal["data", "teacher"] = "data"
     optimizer: Literal["adamw", "adamw8bit", "bitsandbytes8bit"] = "adamw"
     gradient_checkpointing: bool = False
+    compile: bool = False
     mixed_precision: Literal["no", "bf16"] = "no"
     device: Literal["auto", "cpu"] = "auto"
     threads: Annotated[int, Field(ge=1)] | None = None
@@ -319,6 +324,8 @@ class Recipe(Section):
                     raise ValueError(
                         f"data.{side} {getattr(self.data, side)} is not a multiple of data.patch {self.data.patch}"
                     )
+        if self.model.kind == "tiny" and self.model.init == "shards" and self.model.weights is not None:
+            raise ValueError("model.weights is read whole and model.init shards never holds a whole model: drop one")
         if self.model.kind == "tiny" and self.model.init == "shards" and self.parallel.sharding != "fsdp2":
             raise ValueError("model.init shards needs parallel.sharding fsdp2: without it there are no shards")
         if self.train.optimizer == "bitsandbytes8bit" and self.parallel.sharding == "fsdp2":
@@ -460,6 +467,8 @@ def _resolved(recipe: Recipe, folder: Path) -> Recipe:
         except PlanError as error:
             raise RecipeError(f"quantization.profile: {error}") from error
         update["quantization"] = recipe.quantization.model_copy(update={"profile": profile})
-    if recipe.model.kind == "pretrained" and (folder / Path(recipe.model.path).expanduser()).exists():
+    if recipe.model.kind == "tiny":
+        update["model"] = recipe.model.model_copy(update={"weights": absolute(recipe.model.weights)})
+    elif (folder / Path(recipe.model.path).expanduser()).exists():
         update["model"] = recipe.model.model_copy(update={"path": str(absolute(Path(recipe.model.path)))})
     return recipe.model_copy(update=update)
