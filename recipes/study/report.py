@@ -18,6 +18,9 @@ from safetensors.torch import load_file
 from verdicts import Verdict, closer, difference, mean, recovered, same_when_deployed, standard_error
 
 KINDS = ("base", "ptq", "control", "ptq of control", "qat", "qad")
+# The dense model that a kind is to come close to, and for trained kinds what it is without training.
+REFERENCES = {kind: "base" if kind in ("base", "ptq", "qad") else "control" for kind in KINDS}
+UNTRAINED = {"qat": "ptq of control", "qad": "ptq"}
 Rows = dict[tuple[str, str, int], dict[str, Any]]
 
 
@@ -85,19 +88,20 @@ def variants(kinds: Sequence[str] = KINDS) -> list[tuple[str, str]]:
 
 
 def loss_table(rows: Rows, seeds: Sequence[int]) -> str:
-    """Held-out losses, their spread over seeds, and the paired difference from the control with its standard error."""
-    lines = ["| held-out loss | quantized | mean | spread over seeds | over the control | share of its gap left |"]
+    """Held-out losses, their spread over seeds, and the paired difference from the dense reference with its standard
+    error. The reference is the base for what starts and ends there (ptq, qad), the control for the others."""
+    lines = ["| held-out loss | quantized | mean | spread over seeds | over the reference | share of the gap left |"]
     lines.append("| --- | --- | ---: | ---: | ---: | ---: |")
-    control = [rows["control", "", seed]["losses"] for seed in seeds]
     for kind, scope in variants():
         losses = [rows[kind, scope, seed]["losses"] for seed in seeds]
         means = [mean(one) for one in losses]
-        excess, error = difference(losses, control)
+        reference = [rows[REFERENCES[kind], "", seed]["losses"] for seed in seeds]
+        excess, error = difference(losses, reference)
         share = ""
-        if kind in ("qat", "qad"):
-            gap, _ = difference([rows["ptq of control", scope, seed]["losses"] for seed in seeds], control)
+        if kind in UNTRAINED:
+            gap, _ = difference([rows[UNTRAINED[kind], scope, seed]["losses"] for seed in seeds], reference)
             share = f"{excess / gap:.1%}" if gap > 0 else "no gap"
-        away = "" if kind == "control" else f"{excess:+.3g} ± {error:.1g}"
+        away = f"{excess:+.3g} ± {error:.1g} ({REFERENCES[kind]})" if REFERENCES[kind] != kind else ""
         lines.append(f"| {kind} | {scope} | {mean(means):.5f} | {spread(means):.2g} | {away} | {share} |")
     return "\n".join(lines)
 
@@ -147,20 +151,20 @@ def training_curves(path: Path, logs: dict[str, list[dict[str, Any]]], seed: int
 
 
 def bars(path: Path, rows: Rows, seeds: Sequence[int]) -> None:
-    """Held-out loss over the control and MS-SSIM to the dense samples, a bar a variant, the spread as whiskers."""
+    """Held-out loss over the dense reference's and MS-SSIM to the dense samples, a bar a variant, the spread as whiskers."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     loss_axis, score_axis = figure.subplots(1, 2)
-    control = {seed: mean(rows["control", "", seed]["losses"]) for seed in seeds}
+    dense = {(kind, seed): mean(rows[kind, "", seed]["losses"]) for kind in ("base", "control") for seed in seeds}
     shown = [v for v in variants() if v[1]]
     labels = [f"{kind}\n{scope}" for kind, scope in shown]
-    excess = [[mean(rows[*v, seed]["losses"]) - control[seed] for seed in seeds] for v in shown]
+    excess = [[mean(rows[*v, seed]["losses"]) - dense[REFERENCES[v[0]], seed] for seed in seeds] for v in shown]
     likeness = [[mean(rows[*v, seed]["against_dense"]["ms_ssim"]) for seed in seeds] for v in shown]
     colours = [f"C{KINDS.index(kind)}" for kind, _ in shown]
     for axis, values in ((loss_axis, excess), (score_axis, likeness)):
         axis.bar(labels, [mean(v) for v in values], yerr=[spread(v) for v in values], color=colours, capsize=3)
         axis.tick_params(axis="x", labelsize=6, rotation=60)
         axis.grid(axis="y", alpha=0.3)
-    loss_axis.set_title("held-out loss over the control's", fontsize=9)
+    loss_axis.set_title("held-out loss over the dense reference's", fontsize=9)
     score_axis.set_title("MS-SSIM to the dense model's samples", fontsize=9)
     lowest = min(min(v) for v in likeness)
     score_axis.set_ylim(max(0.0, lowest - 0.1 * (1 - lowest)), 1.0)

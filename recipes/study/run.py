@@ -1,5 +1,5 @@
-"""Does training for NVFP4 pay? A dense model is packed as it is (PTQ), trained for NVFP4 (QAT) and distilled into it (QAD),
-and all are compared on a clip that none has seen. `plan.py` says what each variant is.
+"""Does training for NVFP4 pay? A dense model is packed as it is (PTQ), trained for NVFP4 (QAT) and distilled into it
+(QAD), and all are compared on a clip that none has seen. `plan.py` says what each variant is.
 
     for stage in base control qat qad report; do
         python recipes/study/run.py --stage $stage --out outputs/study
