@@ -252,6 +252,8 @@ def start(run: Run, resume: Path | None) -> Training:
     ema = EMAModel(parameters, decay=options.ema_decay, foreach=not run.sharded) if options.ema_decay else None
     before, _ = validate(run, model)
     if options.compile:
+        # The first step would tell them, and each graph would be compiled twice.
+        record_dtype(run, inner)
         for whole in filter(None, (inner, teacher)):
             run.accelerator.unwrap_model(whole).compile_repeated_blocks()
     step = 0
@@ -311,9 +313,17 @@ def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]
         world=run.replicas,
     )
     batches = iter(loader(run.samples, order, recipe.data.workers))
-    # On a terminal a bar; in a log file the lines of the validations are enough.
-    hidden = None if accelerator.is_main_process else True
-    bar = tqdm(total=options.steps, initial=first - 1, desc="training", unit="step", disable=hidden)
+    # On a terminal a bar; in a log file a line now and then.
+    terminal = sys.stderr.isatty()
+    bar = tqdm(
+        total=options.steps,
+        initial=first - 1,
+        desc="training",
+        unit="step",
+        disable=not accelerator.is_main_process,
+        file=sys.stderr if terminal else sys.stdout,
+        mininterval=0.1 if terminal else 20,
+    )
     began = time.monotonic()
 
     for step in range(first, options.steps + 1):

@@ -151,7 +151,7 @@ def training_curves(path: Path, logs: dict[str, list[dict[str, Any]]], seed: int
 
 
 def bars(path: Path, rows: Rows, seeds: Sequence[int]) -> None:
-    """Held-out loss over the dense reference's and MS-SSIM to the dense samples, a bar a variant, the spread as whiskers."""
+    """Held-out loss over the dense reference's and MS-SSIM to the dense samples; whiskers are the spread over seeds."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     loss_axis, score_axis = figure.subplots(1, 2)
     dense = {(kind, seed): mean(rows[kind, "", seed]["losses"]) for kind in ("base", "control") for seed in seeds}
