@@ -44,7 +44,7 @@ try:
     import yaml
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
-    from adapters import add_adapters, merge_adapters
+    from adapters import Base, add_adapters, merge_adapters
     from clips import read_clip, write_video
     from context import enable_context_parallel
     from diffusers.training_utils import EMAModel
@@ -220,7 +220,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     parameters: list[torch.nn.Parameter]
     ema: EMAModel | None
-    teacher: torch.nn.Module | None
+    teacher: torch.nn.Module | Base | None
     first: int
     before: list[Sample]
 
@@ -229,7 +229,7 @@ def start(run: Run, resume: Path | None) -> Training:
     """Build the model, patch it, spread it over the processes, and bring it to where the checkpoint was."""
     recipe, options, accelerator = run.recipe, run.recipe.train, run.accelerator
     teacher = None
-    if options.target == "teacher":
+    if options.target == "teacher" and recipe.lora is None:
         teacher = spread(run, build_transformer(recipe).eval().requires_grad_(False), teaches=True)
     inner = build_transformer(recipe)
     check_fit(recipe, inner, run.truth[0][0])
@@ -242,8 +242,10 @@ def start(run: Run, resume: Path | None) -> Training:
         run.say("patch", f"{share} and {len(report.attentions)} attentions, scheme {report.scheme}")
 
     if recipe.lora is not None:
-        add_adapters(inner, recipe.lora)
+        add_adapters(inner, recipe.lora, recipe.seed)
         count = sum(parameter.numel() for parameter in inner.parameters() if parameter.requires_grad)
+        if options.target == "teacher":
+            teacher = Base(inner)
         run.say("lora", f"{count / 1e6:.2f} M parameters are trained, of rank {recipe.lora.rank}")
     model = spread(run, inner)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -254,8 +256,8 @@ def start(run: Run, resume: Path | None) -> Training:
     if options.compile:
         # The first step would tell them, and each graph would be compiled twice.
         record_dtype(run, inner)
-        for whole in filter(None, (inner, teacher)):
-            run.accelerator.unwrap_model(whole).compile_repeated_blocks()
+        for whole in {inner, getattr(teacher, "module", teacher)} - {None}:
+            whole.compile_repeated_blocks()
     step = 0
     if resume:
         step = load_checkpoint(resume, inner, optimizer, ema)
@@ -485,7 +487,7 @@ def unsharded(run: Run, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.
     with torch.device("meta"):
         whole = transformer_class(run.recipe).from_config(model.config)
         if run.recipe.lora is not None:
-            add_adapters(whole, run.recipe.lora)
+            add_adapters(whole, run.recipe.lora, run.recipe.seed)
     whole.load_state_dict({n: weights.pop(n).to(dtype, copy=True) for n in list(weights)}, assign=True)
     if not run.dense:
         qatpatch.apply(whole, **run.recipe.quantization.arguments())
