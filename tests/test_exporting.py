@@ -509,3 +509,18 @@ def test_files_hold_the_transformer_among_other_components(world, tmp_path):
     safetensors.torch.save_file(tensors | stray, tmp_path / "b.safetensors", metadata=file.metadata)
     with pytest.raises(CheckpointError, match="Unexpected key.*stranger"):
         qatpatch.load(tmp_path / "b.safetensors", model=tiny_ltx2(layers=1))
+
+
+def test_weights_are_quantized_in_the_dtype_that_training_used(tmp_path):
+    model = tiny_wan(layers=1)
+    qatpatch.apply(model, input_scale="unit")
+    qatpatch.export(model, tmp_path / "before", "modelopt")
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**wan_inputs(model))[0].float().sum().backward()
+    qatpatch.export(model, tmp_path / "trained", "modelopt")
+    qatpatch.deploy(model)
+    qatpatch.export(model, tmp_path / "deployed", "modelopt")
+    before, trained, deployed = (
+        file_of(tmp_path / name, "modelopt").read_bytes() for name in ("before", "trained", "deployed")
+    )
+    assert trained == deployed != before
