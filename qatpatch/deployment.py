@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from qatpatch import kernels
+from qatpatch import dispatch, kernels
 from qatpatch.errors import KernelUnavailable, PlanError
 from qatpatch.graphs import forget_original
 from qatpatch.linear import QATLinear
@@ -106,6 +106,10 @@ def deploy(
     for state, choice in attention:
         state.deployed = choice
     record.deployed = True
+    if dispatch.is_diffusers_model(model):
+        from qatpatch import diffusers_quantizer
+
+        diffusers_quantizer.attach(model)
     watch_masks(model, record, [state for state, _ in attention], [choice for _, choice in attention])
     return _receipt(model, record, before, allocated, devices, watched, tuple(retained))
 
@@ -149,6 +153,12 @@ def _check(model: nn.Module, layers: dict[str, nn.Module]) -> None:
             problems.append(
                 f"{name} has a hook (offload, layerwise casting) that replaced its forward; take it off first"
             )
+    other = getattr(model, "hf_quantizer", None)
+    if other is not None:
+        problems.append(
+            f"diffusers loaded this model with its {type(other).__name__}, which cannot save packed layers beside its "
+            "own; load the weights unquantized"
+        )
     fused = [path for path, m in model.named_modules() if getattr(m, "fused_projections", False) is True]
     if fused:
         problems.append(f"{fused[0]} has fused projections, which run dense beside the patched ones; unfuse first")

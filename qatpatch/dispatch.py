@@ -101,6 +101,22 @@ class _Running:
     call: Call | None
 
 
+def is_diffusers_model(model: nn.Module) -> bool:
+    """Whether diffusers' own saving and loading applies to ``model``; imports nothing."""
+    classes = ((base.__module__.partition(".")[0], base.__name__) for base in type(model).__mro__)
+    return ("diffusers", "ModelMixin") in classes
+
+
+def forget_quantizer(model: nn.Module) -> None:
+    """Take off what `diffusers_quantizer` and diffusers' loader left on a deployed model."""
+    if vars(model).pop("hf_quantizer", None) is None:
+        return
+    for name in ("is_quantized", "quantization_method"):
+        vars(model).pop(name, None)
+    rest = {key: value for key, value in model._internal_dict.items() if key != "quantization_config"}
+    model._internal_dict = type(model._internal_dict)(rest)
+
+
 def unsupported_reason(module: nn.Module) -> str | None:
     """Why the seam cannot reach an attention module; None when it can."""
     processor = getattr(module, "processor", None)

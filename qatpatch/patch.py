@@ -165,6 +165,7 @@ def remove(model: nn.Module) -> None:
         for paths in (*record.linears.values(), *record.attentions.values()):
             _undo_everywhere(model, paths)
     masks.uninstall(model)
+    dispatch.forget_quantizer(model)
     del vars(model)[RECORD]
     logger.info("remove: %d linears, %d attentions", len(record.linears), len(record.attentions))
 

@@ -61,7 +61,7 @@ def test_the_file_holds_packed_weights_and_no_dense_ones(saved):
     }
     config = json.loads((directory / "config.json").read_text())
     assert config["_class_name"] == "WanTransformer3DModel" and config["num_layers"] == 1
-    assert len(config["qatpatch"]["linears"]) == 10
+    assert len(config["quantization_config"]["linears"]) == 10
     assert sorted(os.listdir(directory)) == ["config.json", WEIGHTS_NAME]
 
 

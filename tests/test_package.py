@@ -44,6 +44,8 @@ LEVELS = (
     ("plan",),
     ("patch",),
     ("swap",),
+    ("description",),
+    ("diffusers_quantizer",),
     ("deployment", "checkpoint", "calibration", "coverage"),
     ("__init__",),
     ("doctor",),
