@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from qatpatch import dispatch, kernels
+from qatpatch import dispatch, guards, kernels
 from qatpatch.errors import KernelUnavailable, PlanError
 from qatpatch.graphs import forget_original
 from qatpatch.linear import QATLinear
@@ -34,6 +34,7 @@ from qatpatch.patch import (
     move_hooks,
     patch_record,
     replace_module,
+    waiting_problem,
 )
 from qatpatch.receipts import DeployReport
 from qatpatch.swap import bind_infer, watch_masks
@@ -77,7 +78,7 @@ def deploy(
     if record.deployed:
         raise PlanError(f"this {type(model).__name__} is deployed already; there is nothing left to pack")
     layers = {name: layer_at(model, paths[0]) for name, paths in record.linears.items()}
-    _check(model, layers)
+    _check(model, record, layers)
     devices = {p.device for p in model.parameters()}
     attention = _attention_choices(model, record, attention_kernel)
     if linear_kernel is not None:
@@ -106,6 +107,7 @@ def deploy(
     for state, choice in attention:
         state.deployed = choice
     record.deployed = True
+    guards.release(model, ("enable_layerwise_casting",))
     if dispatch.is_diffusers_model(model):
         from qatpatch import diffusers_quantizer
 
@@ -132,8 +134,8 @@ class _Watched:
         self.nbytes = weight.untyped_storage().nbytes()
 
 
-def _check(model: nn.Module, layers: dict[str, nn.Module]) -> None:
-    problems = []
+def _check(model: nn.Module, record: Record, layers: dict[str, nn.Module]) -> None:
+    problems = [problem for problem in (waiting_problem(model, record),) if problem]
     for name, layer in layers.items():
         if isinstance(layer, NVFP4Linear):
             continue

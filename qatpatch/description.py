@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qatpatch import dispatch, nvfp4
+from qatpatch import dispatch, guards, nvfp4
 from qatpatch.errors import CheckpointError, PlanError
 from qatpatch.linear_state import BACKWARDS, COMPUTE_DTYPES, INPUT_SCALES, LinearSettings, LinearState
 from qatpatch.packed_linear import NVFP4Linear
@@ -29,6 +29,7 @@ from qatpatch.units import adapters, layer_at
 
 HEADER_KEY = "qatpatch"
 VERSION = "1"
+_LAYERS = ("linears", "attentions")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in COMPUTE_DTYPES}
 
 
@@ -240,6 +241,8 @@ def _prepare(model: nn.Module, description: dict[str, Any], device: torch.device
         choice, _ = bind_infer(attention["deployed_scheme"], device, None, state.head_dim)
         state.deployed = AttentionChoice(mode="deployed", scheme=choice.scheme, kernel=choice.kernel)
         states.append(state)
+    paths = {key: [path for layer in description[key].values() for path in layer["paths"]] for key in _LAYERS}
+    guards.install(model, *paths.values(), training=False)
     record = Record(
         profile=description["profile"],
         scheme=description["scheme"],

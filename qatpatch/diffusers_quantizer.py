@@ -151,8 +151,8 @@ class NVFP4Quantizer(DiffusersQuantizer):
 
     # Loading.
 
-    def validate_environment(self, torch_dtype: torch.dtype | None = None, **kwargs: Any) -> None:
-        """Refuse what cannot be loaded, before anything is read."""
+    def validate_environment(self, torch_dtype: torch.dtype | None = None, device_map: Any = None) -> None:
+        """Refuse what cannot be loaded: before anything is read, and again when the device map is settled."""
         if not self.pre_quantized:
             raise CheckpointError(
                 "qatpatch packs models that it trained: load this one without quantization_config, then qatpatch.apply "
@@ -160,6 +160,15 @@ class NVFP4Quantizer(DiffusersQuantizer):
             )
         if torch_dtype is not None and torch_dtype not in COMPUTE_DTYPES:
             raise CheckpointError(f"torch_dtype={torch_dtype} is not one of float32, bfloat16, float16")
+        if self._record is None or not isinstance(device_map, dict):
+            return
+        disk = [place for place, device in device_map.items() if device == "disk"]
+        packed = [name for name in self._record.linears if any(f"{name}.".startswith(f"{d}.") or not d for d in disk)]
+        if packed:
+            raise CheckpointError(
+                f"device_map puts {packed[0]} on the disk, and accelerate brings no packed weights back from there; map "
+                "it to a device or the CPU, or use enable_group_offload(offload_to_disk_path=...)"
+            )
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype | None:
         """None, which means that everything comes back in the dtype it was saved in, or the one that is asked for."""
@@ -258,10 +267,10 @@ _SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torc
 
 
 def _first_device(device_map: Any) -> torch.device:
-    """The device that computes: the first of the map that is neither the CPU nor a disk, else the CPU."""
-    places = device_map.values() if isinstance(device_map, dict) else [device_map]
-    if isinstance(device_map, str) and torch.accelerator.is_available():
-        return torch.accelerator.current_accelerator()
-    computing = [place for place in places if place not in (None, "cpu", "disk") and not isinstance(place, str)]
-    named = [place for place in places if isinstance(place, str) and place.partition(":")[0] not in ("cpu", "disk")]
-    return torch.device(next(iter((*computing, *named)), "cpu"))
+    """The device that computes: the accelerator where the map may use one, else the CPU."""
+    if isinstance(device_map, dict):
+        places = [place for place in device_map.values() if place != "disk" and torch.device(place).type != "cpu"]
+        return torch.device(places[0] if places else "cpu")
+    if device_map is None or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator()

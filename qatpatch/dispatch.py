@@ -179,9 +179,11 @@ def attach(module: nn.Module, scheme: str, switch: Switch) -> None:
 
 
 def detach(module: nn.Module) -> None:
-    """Put the original processor object back, with the parallelism that was enabled meanwhile."""
+    """Put the original processor object back, with the backend and the parallelism that were set meanwhile."""
     patched = module.processor
     original = patched.quantization.original
+    if patched.quantization.dense_backend is not getattr(original, "_attention_backend", None):
+        original._attention_backend = patched.quantization.dense_backend
     if getattr(patched, "_parallel_config", None) is not getattr(original, "_parallel_config", None):
         original._parallel_config = patched._parallel_config
     module.processor = original

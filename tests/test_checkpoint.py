@@ -274,7 +274,7 @@ def test_a_processor_that_was_replaced_after_deploy_is_no_silent_loss(saved):
 
     model, directory = saved
     before = (directory / WEIGHTS_NAME).read_bytes()
-    model.blocks[0].attn1.set_processor(WanAttnProcessor())
+    model.blocks[0].attn1.processor = WanAttnProcessor()
     with pytest.raises(CheckpointError, match="lost its QAT attention"):
         qatpatch.save(model, directory)
     with pytest.raises(qatpatch.PlanError, match="lost its QAT attention"), qatpatch.infer_attention(model):

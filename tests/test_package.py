@@ -26,7 +26,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # lies in qatpatch/kernels.
 LEVELS = (
     ("errors",),
-    ("autocast",),
+    ("autocast", "guards"),
     ("nvfp4",),
     ("kernels",),
     ("straight_through",),
