@@ -161,6 +161,11 @@ def _check(model: nn.Module, record: Record, layers: dict[str, nn.Module]) -> No
             f"diffusers loaded this model with its {type(other).__name__}, which cannot save packed layers beside its "
             "own; load the weights unquantized"
         )
+    if dispatch.group_offload(model) is not None:
+        problems.append(
+            "group offloading holds on to the dense weights and may have them on a disk; deploy before "
+            "enable_group_offload"
+        )
     fused = [path for path, m in model.named_modules() if getattr(m, "fused_projections", False) is True]
     if fused:
         problems.append(f"{fused[0]} has fused projections, which run dense beside the patched ones; unfuse first")

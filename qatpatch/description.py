@@ -50,6 +50,11 @@ def describe(model: nn.Module, record: Record) -> dict[str, Any]:
             f"{len(wrapped)} layers ({wrapped[0]}, ...) are wrapped by adapters, which these files have no place for; "
             "save the adapters with save_lora_adapter or peft, unload them, then save the model"
         )
+    if dispatch.group_offload(model) == "disk":
+        raise CheckpointError(
+            "group offloading put this model's weights on a disk, so there is nothing in memory to save; save before "
+            "enable_group_offload, or leave out offload_to_disk_path"
+        )
     linears = {}
     for name, paths in record.linears.items():
         module = layer_at(model, paths[0])

@@ -107,6 +107,19 @@ def is_diffusers_model(model: nn.Module) -> bool:
     return ("diffusers", "ModelMixin") in classes
 
 
+def group_offload(model: nn.Module) -> str | None:
+    """Where diffusers' group offloading puts weights between their uses: "memory", "disk", or None where it is off."""
+    hooks = [vars(m)["_diffusers_hook"].get_hook("group_offloading") for m in model.modules() if _has_hooks(m)]
+    groups = [hook.group for hook in hooks if hook is not None]
+    if not groups:
+        return None
+    return "disk" if any(group.offload_to_disk_path for group in groups) else "memory"
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return hasattr(vars(module).get("_diffusers_hook"), "get_hook")
+
+
 def forget_quantizer(model: nn.Module) -> None:
     """Take off what `diffusers_quantizer` and diffusers' loader left on a deployed model."""
     if vars(model).pop("hf_quantizer", None) is None:

@@ -19,8 +19,8 @@ _REFUSED = {
         "never run; fuse nothing, or qatpatch.remove the patch first"
     ),
     "set_processor": (
-        "set_attn_processor would take the NVFP4 attention out; qatpatch.remove the patch, set the processor, and "
-        "apply again (exclude=... keeps an attention dense)"
+        "set_attn_processor would take the NVFP4 attention out; set processors before qatpatch.apply, which keeps "
+        "what they do (exclude=... keeps an attention dense)"
     ),
     "enable_layerwise_casting": (
         "enable_layerwise_casting would store the weights that train in fewer bits, and what the optimizer adds to "

@@ -24,7 +24,8 @@ from qatpatch.linear_state import COMPUTE_DTYPES, LinearState, cast, check_dtype
 
 _PURGED = (
     "{} needs a dense weight, and qatpatch.deploy packed this one; nothing can be added to or read from packed weights. "
-    "Merge adapters (fuse_lora, merge_and_unload) before deploy; unfuse_lora undoes what was merged into other layers"
+    "Merge adapters (fuse_lora, merge_and_unload) before deploy (unfuse_lora undoes what was merged into other layers "
+    "now); retain_original_weights=True keeps weights to run layers dense"
 )
 
 
@@ -85,7 +86,6 @@ class NVFP4Linear(nn.Linear):
         self.register_buffer("weight_packed", packed)
         self.register_buffer("weight_scale", block_scale)
         self.register_buffer("weight_global_scale", global_scale.reshape(1).view(torch.uint8))
-        self.register_buffer("weight_scale_tiled", None, persistent=False)
         self._tiled_from: tuple[int, int] | None = None
         self.bias = bias
         self.dense_weight = dense_weight
@@ -191,14 +191,16 @@ class NVFP4Linear(nn.Linear):
 
     def tiled_scale(self) -> torch.Tensor:
         """The block scales as native kernels read them (`layouts.tile_scales`): kept until those are others."""
-        scale, tiled = self.weight_scale, self.weight_scale_tiled
+        scale, tiled = self.weight_scale, getattr(self, "weight_scale_tiled", None)
         if torch.compiler.is_compiling():
             return layouts.tile_scales(scale) if tiled is None else tiled
         source = scale.data_ptr(), 0 if scale.is_inference() else scale._version
         if tiled is None or self._tiled_from != source:
             tiled = layouts.tile_scales(scale)
             if type(tiled) is torch.Tensor:  # no fake tensor of somebody's estimate
-                self.weight_scale_tiled, self._tiled_from = tiled, source
+                # Registered only now: accelerate's offload hooks do not bear buffers that are None.
+                self.register_buffer("weight_scale_tiled", tiled, persistent=False)
+                self._tiled_from = source
         return tiled
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> NVFP4Linear:
@@ -234,7 +236,7 @@ class NVFP4Linear(nn.Linear):
         error_msgs: list[str],
     ) -> None:
         """Load all of a packed layer or nothing, also with strict=False: never a new bias beside an old weight."""
-        self.weight_scale_tiled = None
+        self._buffers.pop("weight_scale_tiled", None)
         theirs = local_metadata.get("qatpatch", self._settings())
         if theirs != self._settings():
             differing = sorted(key for key in self._settings() if theirs.get(key) != self._settings()[key])
