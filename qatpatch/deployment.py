@@ -21,7 +21,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from qatpatch import dispatch, guards, kernels
-from qatpatch.errors import KernelUnavailable, PlanError
+from qatpatch.errors import KernelUnavailable, PlanError, problem_lines
 from qatpatch.graphs import forget_original
 from qatpatch.linear import QATLinear
 from qatpatch.packed_linear import NVFP4Linear
@@ -135,26 +135,10 @@ class _Watched:
 
 
 def _check(model: nn.Module, record: Record, layers: dict[str, nn.Module]) -> None:
-    problems = [problem for problem in (waiting_problem(model, record),) if problem]
-    for name, layer in layers.items():
-        if isinstance(layer, NVFP4Linear):
-            continue
-        if not isinstance(layer, QATLinear):
-            problems.append(f"{name} is a {type(layer).__name__} now; its patch was taken out")
-        elif _uncalibrated(layer):
-            problems.append(f"{name} has input_scale='static' and no scale yet; run forwards inside qatpatch.calibrate")
-        elif layer.weight.is_meta:
-            problems.append(f"{name} has a meta weight, which holds no numbers to pack; load the weights first")
-        elif type(layer.weight).__name__ == "DTensor":
-            problems.append(
-                f"{name} is sharded; gather the weights (torch.distributed.checkpoint.state_dict.get_model_state_dict "
-                "with full_state_dict=True), load them into an unsharded model in the dtype that trained "
-                "(mixed precision's param_dtype), and apply and deploy there"
-            )
-        elif is_hooked(layer):
-            problems.append(
-                f"{name} has a hook (offload, layerwise casting) that replaced its forward; take it off first"
-            )
+    problems = problem_lines((name, problem) for name, layer in layers.items() if (problem := _problem(layer)))
+    waiting = waiting_problem(model, record)
+    if waiting:
+        problems.append(waiting)
     other = getattr(model, "hf_quantizer", None)
     if other is not None:
         problems.append(
@@ -174,6 +158,27 @@ def _check(model: nn.Module, record: Record, layers: dict[str, nn.Module]) -> No
         raise PlanError(
             f"cannot deploy this {type(model).__name__}; it is untouched:\n" + "\n".join(f"  - {p}" for p in shown)
         )
+
+
+def _problem(layer: nn.Module) -> str | None:
+    """Why a layer cannot be packed now; None where it can, or is."""
+    if isinstance(layer, NVFP4Linear):
+        return None
+    if not isinstance(layer, QATLinear):
+        return f"it is a {type(layer).__name__} now; its patch was taken out"
+    if _uncalibrated(layer):
+        return "input_scale='static' and no scale yet; run forwards inside qatpatch.calibrate"
+    if is_hooked(layer):
+        return "a hook (offload, accelerate, layerwise casting) replaced its forward; take it off first"
+    if layer.weight.is_meta:
+        return "a meta weight, which holds no numbers to pack; load the weights first"
+    if type(layer.weight).__name__ == "DTensor":
+        return (
+            "its weight is sharded; gather the weights (torch.distributed.checkpoint.state_dict.get_model_state_dict "
+            "with full_state_dict=True), load them into an unsharded model in the dtype that trained "
+            "(mixed precision's param_dtype), and apply and deploy there"
+        )
+    return None
 
 
 def _uncalibrated(layer: QATLinear) -> bool:
