@@ -39,6 +39,7 @@ _PUBLIC = {
     "load": "checkpoint",
     "load_profile": "profiles",
     "qat_attention": "attention",
+    "register_diffusers": "diffusers_quantizer",
     "remove": "patch",
     "report": "patch",
     "reuse_weights": "swap",

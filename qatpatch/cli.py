@@ -186,7 +186,7 @@ def export(
     forwards of your own (qatpatch.calibrate), so from here comes --weight-only, or comfy --without-input-scale.
     """
     config = _config(model_dir)
-    if checkpoint.HEADER_KEY in config or "quantization_config" in config:
+    if "quantization_config" in config:
         raise CheckpointError(f"{model_dir} is packed already; use `qatpatch convert`")
     exporting.format_named(format)
     dtypes = {str(known).removeprefix("torch."): known for known in (torch.bfloat16, torch.float16, torch.float32)}

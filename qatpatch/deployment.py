@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from qatpatch import kernels
-from qatpatch.errors import KernelUnavailable, PlanError
+from qatpatch import dispatch, guards, kernels
+from qatpatch.errors import KernelUnavailable, PlanError, problem_lines
 from qatpatch.graphs import forget_original
 from qatpatch.linear import QATLinear
 from qatpatch.packed_linear import NVFP4Linear
@@ -34,6 +34,7 @@ from qatpatch.patch import (
     move_hooks,
     patch_record,
     replace_module,
+    waiting_problem,
 )
 from qatpatch.receipts import DeployReport
 from qatpatch.swap import bind_infer, watch_masks
@@ -77,7 +78,7 @@ def deploy(
     if record.deployed:
         raise PlanError(f"this {type(model).__name__} is deployed already; there is nothing left to pack")
     layers = {name: layer_at(model, paths[0]) for name, paths in record.linears.items()}
-    _check(model, layers)
+    _check(model, record, layers)
     devices = {p.device for p in model.parameters()}
     attention = _attention_choices(model, record, attention_kernel)
     if linear_kernel is not None:
@@ -106,6 +107,11 @@ def deploy(
     for state, choice in attention:
         state.deployed = choice
     record.deployed = True
+    guards.release(model, ("enable_layerwise_casting",))
+    if dispatch.is_diffusers_model(model):
+        from qatpatch import diffusers_quantizer
+
+        diffusers_quantizer.attach(model)
     watch_masks(model, record, [state for state, _ in attention], [choice for _, choice in attention])
     return _receipt(model, record, before, allocated, devices, watched, tuple(retained))
 
@@ -128,27 +134,22 @@ class _Watched:
         self.nbytes = weight.untyped_storage().nbytes()
 
 
-def _check(model: nn.Module, layers: dict[str, nn.Module]) -> None:
-    problems = []
-    for name, layer in layers.items():
-        if isinstance(layer, NVFP4Linear):
-            continue
-        if not isinstance(layer, QATLinear):
-            problems.append(f"{name} is a {type(layer).__name__} now; its patch was taken out")
-        elif _uncalibrated(layer):
-            problems.append(f"{name} has input_scale='static' and no scale yet; run forwards inside qatpatch.calibrate")
-        elif layer.weight.is_meta:
-            problems.append(f"{name} has a meta weight, which holds no numbers to pack; load the weights first")
-        elif type(layer.weight).__name__ == "DTensor":
-            problems.append(
-                f"{name} is sharded; gather the weights (torch.distributed.checkpoint.state_dict.get_model_state_dict "
-                "with full_state_dict=True), load them into an unsharded model in the dtype that trained "
-                "(mixed precision's param_dtype), and apply and deploy there"
-            )
-        elif is_hooked(layer):
-            problems.append(
-                f"{name} has a hook (offload, layerwise casting) that replaced its forward; take it off first"
-            )
+def _check(model: nn.Module, record: Record, layers: dict[str, nn.Module]) -> None:
+    problems = problem_lines((name, problem) for name, layer in layers.items() if (problem := _problem(layer)))
+    waiting = waiting_problem(model, record)
+    if waiting:
+        problems.append(waiting)
+    other = getattr(model, "hf_quantizer", None)
+    if other is not None:
+        problems.append(
+            f"diffusers loaded this model with its {type(other).__name__}, which cannot save packed layers beside its "
+            "own; load the weights unquantized"
+        )
+    if dispatch.group_offload(model) is not None:
+        problems.append(
+            "group offloading holds on to the dense weights and may have them on a disk; deploy before "
+            "enable_group_offload"
+        )
     fused = [path for path, m in model.named_modules() if getattr(m, "fused_projections", False) is True]
     if fused:
         problems.append(f"{fused[0]} has fused projections, which run dense beside the patched ones; unfuse first")
@@ -157,6 +158,27 @@ def _check(model: nn.Module, layers: dict[str, nn.Module]) -> None:
         raise PlanError(
             f"cannot deploy this {type(model).__name__}; it is untouched:\n" + "\n".join(f"  - {p}" for p in shown)
         )
+
+
+def _problem(layer: nn.Module) -> str | None:
+    """Why a layer cannot be packed now; None where it can, or is."""
+    if isinstance(layer, NVFP4Linear):
+        return None
+    if not isinstance(layer, QATLinear):
+        return f"it is a {type(layer).__name__} now; its patch was taken out"
+    if _uncalibrated(layer):
+        return "input_scale='static' and no scale yet; run forwards inside qatpatch.calibrate"
+    if is_hooked(layer):
+        return "a hook (offload, accelerate, layerwise casting) replaced its forward; take it off first"
+    if layer.weight.is_meta:
+        return "a meta weight, which holds no numbers to pack; load the weights first"
+    if type(layer.weight).__name__ == "DTensor":
+        return (
+            "its weight is sharded; gather the weights (torch.distributed.checkpoint.state_dict.get_model_state_dict "
+            "with full_state_dict=True), load them into an unsharded model in the dtype that trained "
+            "(mixed precision's param_dtype), and apply and deploy there"
+        )
+    return None
 
 
 def _uncalibrated(layer: QATLinear) -> bool:

@@ -101,6 +101,35 @@ class _Running:
     call: Call | None
 
 
+def is_diffusers_model(model: nn.Module) -> bool:
+    """Whether diffusers' own saving and loading applies to ``model``; imports nothing."""
+    classes = ((base.__module__.partition(".")[0], base.__name__) for base in type(model).__mro__)
+    return ("diffusers", "ModelMixin") in classes
+
+
+def group_offload(model: nn.Module) -> str | None:
+    """Where diffusers' group offloading puts weights between their uses: "memory", "disk", or None where it is off."""
+    hooks = [vars(m)["_diffusers_hook"].get_hook("group_offloading") for m in model.modules() if _has_hooks(m)]
+    groups = [hook.group for hook in hooks if hook is not None]
+    if not groups:
+        return None
+    return "disk" if any(group.offload_to_disk_path for group in groups) else "memory"
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return hasattr(vars(module).get("_diffusers_hook"), "get_hook")
+
+
+def forget_quantizer(model: nn.Module) -> None:
+    """Take off what `diffusers_quantizer` and diffusers' loader left on a deployed model."""
+    if vars(model).pop("hf_quantizer", None) is None:
+        return
+    for name in ("is_quantized", "quantization_method"):
+        vars(model).pop(name, None)
+    rest = {key: value for key, value in model._internal_dict.items() if key != "quantization_config"}
+    model._internal_dict = type(model._internal_dict)(rest)
+
+
 def unsupported_reason(module: nn.Module) -> str | None:
     """Why the seam cannot reach an attention module; None when it can."""
     processor = getattr(module, "processor", None)
@@ -163,9 +192,11 @@ def attach(module: nn.Module, scheme: str, switch: Switch) -> None:
 
 
 def detach(module: nn.Module) -> None:
-    """Put the original processor object back, with the parallelism that was enabled meanwhile."""
+    """Put the original processor object back, with the backend and the parallelism that were set meanwhile."""
     patched = module.processor
     original = patched.quantization.original
+    if patched.quantization.dense_backend is not getattr(original, "_attention_backend", None):
+        original._attention_backend = patched.quantization.dense_backend
     if getattr(patched, "_parallel_config", None) is not getattr(original, "_parallel_config", None):
         original._parallel_config = patched._parallel_config
     module.processor = original

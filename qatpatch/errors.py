@@ -18,6 +18,17 @@ class CheckpointError(ValueError):
     """A file cannot be written or read as what it was asked to be."""
 
 
+def problem_lines(problems: Iterable[tuple[str, str]]) -> list[str]:
+    """``(name, problem)`` pairs as lines, one for all names that have the same problem."""
+    names: dict[str, list[str]] = {}
+    for name, problem in problems:
+        names.setdefault(problem, []).append(name)
+    return [
+        f"{', '.join(found[:2])}{f' and {len(found) - 2} more' if len(found) > 2 else ''}: {problem}"
+        for problem, found in names.items()
+    ]
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint ``; did you mean 'x'?`` for a misspelt name, or the list of what there is."""
     known = sorted(known)

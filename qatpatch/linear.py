@@ -205,15 +205,24 @@ class QATLinear(nn.Linear):
             return _QATLinear.apply(*arguments, once, call)
         return _product(*arguments, once)[0]
 
+    def to(self, *args: Any, **kwargs: Any) -> QATLinear:
+        """As `nn.Module.to`. Tools that cast layer by layer call it on the layer itself, and must not narrow it."""
+        dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+        if dtype is not None:
+            self._refuse_narrow(dtype, self.weight.element_size())
+        return super().to(*args, **kwargs)
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QATLinear:
-        if self.weight.requires_grad and not self.weight.is_meta:
-            probe = fn(self.weight.detach().reshape(-1)[:0])
-            if probe.is_floating_point() and probe.element_size() < 2:
-                raise RuntimeError(
-                    f"a patched layer that trains cannot store its weight as {probe.dtype} (layerwise casting?): its "
-                    "master weight would be lost; freeze it, or qatpatch.deploy the model first"
-                )
+        if not self.weight.is_meta:
+            self._refuse_narrow(fn(self.weight.detach().reshape(-1)[:0]).dtype, 2)
         return super()._apply(fn, recurse)
+
+    def _refuse_narrow(self, dtype: torch.dtype, bytes_needed: int) -> None:
+        if self.weight.requires_grad and dtype.is_floating_point and dtype.itemsize < bytes_needed:
+            raise RuntimeError(
+                f"a patched layer that trains cannot store its {self.weight.dtype} weight as {dtype} (layerwise "
+                "casting?): its master weight would be lost; freeze it, or qatpatch.deploy the model first"
+            )
 
     def extra_repr(self) -> str:
         s = self.quantization.settings

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from qatpatch import nvfp4
-from qatpatch.checkpoint import check_writable, plain_config, writable
+from qatpatch.description import check_writable, plain_config, writable
 from qatpatch.errors import CheckpointError, PlanError
 from qatpatch.linear import QATLinear
 from qatpatch.packed_linear import NVFP4Linear, packed_weight, quantized_source

@@ -10,6 +10,7 @@ few layers for its dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,14 +23,17 @@ from qatpatch.linear import QATLinear
 from qatpatch.linear_state import COMPUTE_DTYPES, LinearState, cast, check_dtypes, differentiated
 
 _PURGED = (
-    "{} needs a dense weight that qatpatch.deploy packed and purged; nothing can be added to or read from packed "
-    "weights. Merge adapters (fuse_lora, merge_and_unload) before deploy, or deploy with "
-    "retain_original_weights=True to keep running layers dense"
+    "{} needs a dense weight, and qatpatch.deploy packed this one; nothing can be added to or read from packed "
+    "weights. Merge adapters (fuse_lora, merge_and_unload) before deploy (unfuse_lora undoes what was merged into "
+    "other layers now); retain_original_weights=True keeps weights to run layers dense"
 )
 
 
 class PurgedWeight(torch.Tensor):
-    """Stands for a weight that was packed and purged: shape, dtype and device, no memory, and no arithmetic."""
+    """Stands for a weight that was packed: shape, dtype and device, no memory, and no arithmetic.
+
+    Also where the dense one is retained: a tool that added something to that one would change nothing that runs.
+    """
 
     @staticmethod
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> PurgedWeight:
@@ -75,11 +79,11 @@ def packed_weight(
 class NVFP4Linear(nn.Linear):
     """A deployed linear: packed weight (out_features, in_features), the compute it was trained for.
 
-    Buffers, all uint8: ``weight_packed`` (N, ceil16(K)/2), element 2j in the low nibble; ``weight_scale``
-    (N, ceil(K/16)), E4M3 bytes, linear; ``weight_global_scale`` (4), the bytes of one FP32 decode scale. ``bias`` (N)
-    is the parameter from before; ``dense_weight`` (N, K) is there where the original was retained. ``weight`` answers
-    dtype, shape and device. ``weight_scale_tiled``, in no state dict, is there once a native kernel needed it: the
-    block scales again in 128x4 tiles, 1/16 byte an element.
+    Buffers, all uint8: ``weight_packed`` (N, ceil16(K)/2), element 2j in the low nibble; ``weight_scale`` (N,
+    ceil(K/16)), E4M3 bytes, linear; ``weight_global_scale`` (4), the bytes of one FP32 decode scale. ``bias`` (N) is
+    the parameter from before; ``dense_weight`` (N, K) is there where the original was retained. ``weight`` answers
+    dtype, shape and device, and no more. ``weight_scale_tiled``, in no state dict, is there once a native kernel needed
+    it: the block scales again in 128x4 tiles, 1/16 byte an element.
     """
 
     quantization: LinearState
@@ -102,7 +106,6 @@ class NVFP4Linear(nn.Linear):
         self.register_buffer("weight_packed", packed)
         self.register_buffer("weight_scale", block_scale)
         self.register_buffer("weight_global_scale", global_scale.reshape(1).view(torch.uint8))
-        self.register_buffer("weight_scale_tiled", None, persistent=False)
         self._tiled_from: tuple[int, int] | None = None
         self.bias = bias
         self.dense_weight = dense_weight
@@ -130,9 +133,7 @@ class NVFP4Linear(nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The retained dense weight, or a `PurgedWeight` that answers shape, dtype and device."""
-        if self.dense_weight is not None:
-            return self.dense_weight
+        """A `PurgedWeight`, which answers shape, dtype and device."""
         shape = torch.Size((self.out_features, self.in_features))
         return PurgedWeight(shape, self.compute_dtype, self.weight_packed.device)
 
@@ -207,14 +208,16 @@ class NVFP4Linear(nn.Linear):
 
     def tiled_scale(self) -> torch.Tensor:
         """The block scales as native kernels read them (`layouts.tile_scales`): kept until those are others."""
-        scale, tiled = self.weight_scale, self.weight_scale_tiled
+        scale, tiled = self.weight_scale, getattr(self, "weight_scale_tiled", None)
         if torch.compiler.is_compiling():
             return layouts.tile_scales(scale) if tiled is None else tiled
         source = scale.data_ptr(), 0 if scale.is_inference() else scale._version
         if tiled is None or self._tiled_from != source:
             tiled = layouts.tile_scales(scale)
             if type(tiled) is torch.Tensor:  # no fake tensor of somebody's estimate
-                self.weight_scale_tiled, self._tiled_from = tiled, source
+                # Registered only now: accelerate's offload hooks do not bear buffers that are None.
+                self.register_buffer("weight_scale_tiled", tiled, persistent=False)
+                self._tiled_from = source
         return tiled
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> NVFP4Linear:
@@ -229,6 +232,16 @@ class NVFP4Linear(nn.Linear):
             self._dtype = probe.dtype
         return self
 
+    def _settings(self) -> dict[str, Any]:
+        """What the packed weight was trained with, as the metadata of a state dict carries it."""
+        trained = self.quantization.trained_dtype
+        return {**asdict(self.quantization.settings), "computes_in": str(trained or self.compute_dtype)}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]]["qatpatch"] = self._settings()
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -240,7 +253,15 @@ class NVFP4Linear(nn.Linear):
         error_msgs: list[str],
     ) -> None:
         """Load all of a packed layer or nothing, also with strict=False: never a new bias beside an old weight."""
-        self.weight_scale_tiled = None
+        self._buffers.pop("weight_scale_tiled", None)
+        theirs = local_metadata.get("qatpatch", self._settings())
+        if theirs != self._settings():
+            differing = sorted(key for key in self._settings() if theirs.get(key) != self._settings()[key])
+            error_msgs.append(
+                f"{prefix[:-1]} was packed with other settings than the state dict's: "
+                + ", ".join(f"{key}={theirs.get(key)!r} there, {self._settings()[key]!r} here" for key in differing)
+            )
+            return
         own = {prefix + name for name, _ in (*self.named_parameters(), *self.named_buffers())}
         given = {key for key in state_dict if key.startswith(prefix)}
         if given and given != own:

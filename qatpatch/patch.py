@@ -3,8 +3,8 @@
 Invariants of a patched model:
 
 - the same Parameter objects under the same names: optimizers, EMA, state dicts and sharding see no change;
-- linears have their class assigned (`QATLinear`), attentions a processor of their own (`dispatch`); nothing else is
-  touched;
+- linears have their class assigned (`QATLinear`), attentions a processor of their own (`dispatch`), and methods that
+  would take these out again raise (`guards`); nothing else is touched;
 - the model holds one `Record` in its ``__dict__`` (no parameter, buffer or module) with what `remove` and `report`
   need.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qatpatch import dispatch, kernels, masks
+from qatpatch import dispatch, guards, kernels, masks
 from qatpatch.errors import KernelUnavailable, PlanError
 from qatpatch.graphs import restore, rewrite
 from qatpatch.kernels import Kernel
@@ -119,10 +119,12 @@ def apply(
             for action in (*plan.linears.values(), *plan.attentions.values()):
                 done.append(action)
                 _commit(model, action, record.switch)
+            guards.install(model, _all(record.linears), _all(record.attentions), training=True)
         vars(model)[RECORD] = record
     except BaseException:
         for action in done:
             _undo(model.get_submodule(action.paths[0]))
+        guards.release(model)
         raise
     receipt = report(model)
     for warning in plan.warnings:
@@ -141,8 +143,8 @@ def remove(model: nn.Module) -> None:
     """Undo `apply`: classes, processors and keys are those from before, bit for bit; trained weights stay trained.
 
     Raises:
-        PlanError: the model is not patched, `deploy` purged dense weights, or layers have hooks that hold on to the
-            patched forward; the model is as it was.
+        PlanError: the model is not patched, `deploy` purged dense weights, layers have hooks that hold on to the
+            patched forward, or a reentrant checkpoint's backward is still to come; the model is as it was.
     """
     model = unwrap(model)
     record = patch_record(model)
@@ -159,12 +161,17 @@ def remove(model: nn.Module) -> None:
             f"{len(hooked)} layers ({hooked[0]}, ...) have a hook (offload, accelerate, layerwise casting) that holds "
             "on to the patched forward; take the hooks off first"
         )
+    waiting = waiting_problem(model, record)
+    if waiting:
+        raise PlanError(waiting)
     if is_graph(model):
         restore(model)
     else:
         for paths in (*record.linears.values(), *record.attentions.values()):
             _undo_everywhere(model, paths)
+        guards.release(model)
     masks.uninstall(model)
+    dispatch.forget_quantizer(model)
     del vars(model)[RECORD]
     logger.info("remove: %d linears, %d attentions", len(record.linears), len(record.attentions))
 
@@ -296,6 +303,19 @@ def attention_states(model: nn.Module, record: Record) -> list[Any]:
     return states
 
 
+def waiting_problem(model: nn.Module, record: Record) -> str | None:
+    """Why the model's layers must stay as they are now: a backward is going to run them again; None where none is."""
+    for kind, names in (("linear", record.linears), ("attention", record.attentions)):
+        for name, paths in names.items():
+            state = layer_state(kind, layer_at(model, paths[0]))
+            if state is not None and state.history.waiting:
+                return (
+                    f"{name} ran under gradient checkpointing with use_reentrant=True, and its backward, which runs it "
+                    "again, is still to come; run the backward, or delete the loss and outputs, first"
+                )
+    return None
+
+
 def is_purged(module: nn.Module | None) -> bool:
     """Whether a packed linear has lost its dense weight."""
     return getattr(type(module), "qatpatch_kind", None) == "NVFP4Linear" and module.dense_weight is None
@@ -312,6 +332,10 @@ def move_hooks(old: nn.Module, new: nn.Module) -> None:
     for name, value in vars(old).items():
         if name.startswith("_") and "hooks" in name and name in vars(new):
             vars(new)[name] = value
+
+
+def _all(paths: dict[str, tuple[str, ...]]) -> list[str]:
+    return [path for own in paths.values() for path in own]
 
 
 def _record(plan: Plan) -> Record:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from qatpatch import dispatch, kernels
-from qatpatch.errors import KernelUnavailable, PlanError, nearest
+from qatpatch.errors import KernelUnavailable, PlanError, nearest, problem_lines
 from qatpatch.graphs import graph_units
 from qatpatch.linear_state import BACKWARDS, INPUT_SCALES, LinearSettings
 from qatpatch.nvfp4 import GLOBAL_SCALE_RULES
@@ -125,6 +125,7 @@ class _Walk:
     attentions: dict[str, Action] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     counted: set[str] = field(default_factory=set)
 
@@ -204,12 +205,13 @@ def build_plan(
     for unit in units:
         _decide(walk, unit)
     warnings = _check_rules(walk) + _check_counts(walk, model)
-    if not walk.linears and not walk.attentions and not walk.problems:
-        walk.problems.append("nothing would be patched: no module matches an action")
-    if walk.problems:
+    problems = problem_lines(walk.refused) + walk.problems
+    if not walk.linears and not walk.attentions and not problems:
+        problems.append("nothing would be patched: no module matches an action")
+    if problems:
         raise PlanError(
             f"cannot patch this {class_names[0]} with profile {chosen.name!r}; it is untouched:\n"
-            + "\n".join(f"  - {problem}" for problem in walk.problems)
+            + "\n".join(f"  - {problem}" for problem in problems)
         )
     return Plan(
         model_class=class_names[0],
@@ -320,7 +322,7 @@ def _linear_note(unit: Unit) -> str:
 
 def _refuse(walk: _Walk, unit: Unit, reason: str) -> None:
     if walk.request.strict:
-        walk.problems.append(f"{unit.name}: {reason}")
+        walk.refused.append((unit.name, reason))
     else:
         walk.skipped[unit.name] = f"Cannot be patched: {reason}"
 

@@ -9,7 +9,8 @@ during the backward pass, when another block may be open. So each layer keeps a 
   its output. Checkpointing replaces saved tensors by recomputed ones, so a node that finds another mode than its own
   (`Call.confirm`) knows that the guess was wrong, and raises;
 - reentrant checkpointing runs its forward without autograd, so there no graph can be asked: the modes of such forwards
-  are collected, and a recomputation raises unless there was exactly one.
+  are collected, and a recomputation raises unless there was exactly one. `CallHistory.waiting` says whether one is
+  still to come, which neither `remove` nor `deploy` may change.
 
 Compiled regions need none of this: their recomputation is compiled with the mode they were traced with.
 """
@@ -80,6 +81,7 @@ class CallHistory:
         self._calls: list[weakref.ref[Call]] = []
         self._codes: dict[Any, torch.Tensor] = {}
         self._without_graph: set[Any] = set()
+        self._reentrant: list[weakref.ref[Any]] = []
         self._latest: Any = None
         self._recomputed = False
 
@@ -88,6 +90,11 @@ class CallHistory:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return CallHistory, ()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a forward under reentrant checkpointing has its backward, which runs it again, still before it."""
+        return any((node := ref()) is not None and not _differentiated(node) for ref in self._reentrant)
 
     def enter(self, mode: Any, *, training: bool) -> tuple[Any, Call | None]:
         """The mode this call must compute, and its `Call` for `remember` (None where autograd is off).
@@ -118,8 +125,10 @@ class CallHistory:
             self._recomputed = False
             self._without_graph.clear()
         if not torch.is_grad_enabled():
-            if training and _inside_reentrant_checkpoint():
+            if training and (node := _reentrant_checkpoint()) is not None:
                 self._without_graph.add(mode)
+                self._reentrant = [ref for ref in self._reentrant if ref() is not None]
+                self._reentrant.append(weakref.ref(node))
             return mode, None
         self._latest = mode
         call = Call(mode, self._codes)
@@ -128,14 +137,25 @@ class CallHistory:
         return mode, call
 
 
-def _inside_reentrant_checkpoint() -> bool:
-    """Whether this forward runs for `torch.utils.checkpoint` with use_reentrant=True, and so will run again."""
+def _reentrant_checkpoint() -> Any:
+    """The graph node of `torch.utils.checkpoint` with use_reentrant=True that this forward runs for, or None.
+
+    It lives as long as the graph, and its backward runs the forward again.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _REENTRANT_FORWARD:
-            return True
+            return frame.f_locals["ctx"]
         frame = frame.f_back
-    return False
+    return None
+
+
+def _differentiated(node: Any) -> bool:
+    """Whether a node's backward ran, and freed what it saved."""
+    try:
+        return not node.saved_tensors
+    except RuntimeError:
+        return True
 
 
 class _Remember(torch.autograd.Function):

@@ -61,7 +61,7 @@ def test_the_file_holds_packed_weights_and_no_dense_ones(saved):
     }
     config = json.loads((directory / "config.json").read_text())
     assert config["_class_name"] == "WanTransformer3DModel" and config["num_layers"] == 1
-    assert len(config["qatpatch"]["linears"]) == 10
+    assert len(config["quantization_config"]["linears"]) == 10
     assert sorted(os.listdir(directory)) == ["config.json", WEIGHTS_NAME]
 
 
@@ -274,7 +274,7 @@ def test_a_processor_that_was_replaced_after_deploy_is_no_silent_loss(saved):
 
     model, directory = saved
     before = (directory / WEIGHTS_NAME).read_bytes()
-    model.blocks[0].attn1.set_processor(WanAttnProcessor())
+    model.blocks[0].attn1.processor = WanAttnProcessor()
     with pytest.raises(CheckpointError, match="lost its QAT attention"):
         qatpatch.save(model, directory)
     with pytest.raises(qatpatch.PlanError, match="lost its QAT attention"), qatpatch.infer_attention(model):

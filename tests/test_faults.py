@@ -252,14 +252,14 @@ def test_a_header_that_claims_to_be_huge_is_refused(saved, tmp_path):
 
 def described(folder: Path, change) -> None:
     """Change the description in the header, and seal it again as its writer would."""
-    from qatpatch import checkpoint
+    from qatpatch.description import digest
 
     def edit(header):
         (key,) = header["__metadata__"]
         description = json.loads(header["__metadata__"][key])
         change(description)
         description.pop("digest", None)
-        description["digest"] = checkpoint._digest(description)
+        description["digest"] = digest(description)
         header["__metadata__"][key] = json.dumps(description)
 
     file = folder / WEIGHTS_NAME

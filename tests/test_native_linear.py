@@ -222,7 +222,7 @@ class TestLayer:
             assert counter.frame_count == 1
             names = {str(node.target) for node in counter.graphs[0].graph.nodes if node.op == "call_function"}
             assert {"qatpatch.quantize_activation.default", "qatpatch.scaled_matmul.default"} <= names
-            assert (layer.weight_scale_tiled is not None) == prepared
+            assert hasattr(layer, "weight_scale_tiled") == prepared
 
     def test_compiles_with_dynamic_rows_and_gradients(self, row):
         layer = deployed(kernel=row.name)
@@ -255,7 +255,7 @@ class TestTiledScale:
             other.weight_scale.fill_(0x40)
             layer(x)
             layer.load_state_dict(other.state_dict())
-            assert layer.weight_scale_tiled is None
+            assert not hasattr(layer, "weight_scale_tiled")
             assert torch.equal(layer(x), other(x))
             layer.weight_scale.fill_(0x38)
             other.weight_scale = torch.full_like(other.weight_scale, 0x38)

@@ -26,7 +26,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # lies in qatpatch/kernels.
 LEVELS = (
     ("errors",),
-    ("autocast", "tensor_files", "key_names"),
+    ("autocast", "guards", "tensor_files", "key_names"),
     ("nvfp4",),
     ("kernels",),
     ("straight_through",),
@@ -44,6 +44,8 @@ LEVELS = (
     ("plan",),
     ("patch",),
     ("swap",),
+    ("description",),
+    ("diffusers_quantizer",),
     ("deployment", "checkpoint", "calibration", "coverage"),
     ("live_models", "inspection"),
     ("exporting",),
