@@ -64,14 +64,20 @@ def smoothed(values: tuple[float, ...], weight: float = 0.95) -> list[float]:
     return result
 
 
-def page(path: Path, title: str, table: str, reports: dict[str, str], videos: dict[str, str]) -> None:
-    """An HTML page next to the run's files: the score table, videos, figures and reports (already HTML)."""
+def page(
+    path: Path, title: str, table: str, reports: dict[str, str], videos: dict[str, str], records: dict[str, str]
+) -> None:
+    """An HTML page next to the run's files: score table, videos, figures, reports (HTML), and records (text)."""
     shown = "".join(
         f'<figure><video src="{html.escape(file)}" controls loop muted autoplay></video>'
         f"<figcaption>{html.escape(name)}</figcaption></figure>"
         for name, file in videos.items()
     )
     sections = "".join(f"<h2>{html.escape(name)}</h2>{text}" for name, text in reports.items())
+    sections += "".join(
+        f"<details><summary>{html.escape(name)}</summary><pre>{html.escape(text)}</pre></details>"
+        for name, text in records.items()
+    )
     path.write_text(
         f"<!doctype html><meta charset='utf-8'><title>{html.escape(title)}</title>"
         "<style>body{font:14px sans-serif;max-width:70em;margin:2em auto}"

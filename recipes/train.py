@@ -11,7 +11,8 @@ was resumed ends with the same bits as one that was not.
 
 What is left in the output folder: ``index.html`` (everything at one glance), ``videos/``, ``contact_sheet.png``,
 ``curves.png``, ``metrics.jsonl``, ``tensorboard/``, ``reports/`` (patch, swap, deploy), ``scores.json``,
-``checkpoints/``, and ``transformer-nvfp4/``, the packed model.
+``recipe.json`` and ``environment.json`` (what ran, and on what), ``checkpoints/``, and ``transformer-nvfp4/``, the
+packed model.
 
 Exit status: 0; 1 when the recipe's gate is missed; 2 for a recipe or model that cannot be used; 3 when ``--minutes``
 were over before the last step, for ``--resume`` to continue.
@@ -68,6 +69,7 @@ try:
         OutOfTime,
         Run,
         claim_folder,
+        environment,
         find_checkpoint,
         load_checkpoint,
         save_checkpoint,
@@ -169,6 +171,7 @@ def prepare(options: argparse.Namespace) -> tuple[Run, Path | None]:
     )
     if accelerator.is_main_process:
         claim_folder(output, recipe, resume=resume, overwrite=options.overwrite)
+        write_text(output / "environment.json", json.dumps(environment(accelerator.device), indent=2) + "\n")
     device, data = accelerator.device, recipe.data
     codec = build_codec(recipe, device)
     with accelerator.main_process_first():
@@ -538,7 +541,8 @@ def conclude(
     curves(output / "curves.png", read_log(output / "metrics.jsonl"), figure)
     text = table(rows)
     reports = {path.stem: path.read_text(encoding="utf-8") for path in sorted((output / "reports").glob("*.html"))}
-    page(output / "index.html", recipe.name, text, reports, files)
+    records = {name: (output / f"{name}.json").read_text(encoding="utf-8") for name in ("recipe", "environment")}
+    page(output / "index.html", recipe.name, text, reports, files, records)
     # Last: a run with this file has finished.
     write_text(output / "scores.json", json.dumps(record, indent=2) + "\n")
     run.say("", f"\n{text}\n")

@@ -129,11 +129,19 @@ def test_figures_are_pictures_and_the_page_shows_them(tmp_path):
     for name in ("contact_sheet.png", "curves.png", "empty.png"):
         image = imread(tmp_path / name)
         assert min(image.shape[:2]) > 200 and float(image[..., :3].std()) > 0.01
-    page(tmp_path / "index.html", "a <run>", "t < 1", {"deploy": "<table></table>"}, {"after": "videos/after.mp4"})
+    page(
+        tmp_path / "index.html",
+        "a <run>",
+        "t < 1",
+        {"deploy": "<table></table>"},
+        {"after": "videos/after.mp4"},
+        {"recipe": "{a: <b>}"},
+    )
     text = (tmp_path / "index.html").read_text()
     for part in (
         "a &lt;run&gt;",
         "t &lt; 1",
+        "<summary>recipe</summary><pre>{a: &lt;b&gt;}</pre>",
         "<table></table>",
         'src="videos/after.mp4"',
         "contact_sheet.png",

@@ -258,6 +258,12 @@ def test_a_run_leaves_what_it_says_and_prints_the_table(tmp_path, capsys):
     output, printed = tmp_path / "run", capsys.readouterr().out
     for name in ("contact_sheet.png", "curves.png", "index.html", "recipe.json", "scores.json", "reports/patch.txt"):
         assert (output / name).stat().st_size > 100, name
+    environment = json.loads((output / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__ and environment["threads"] == 1
+    page = (output / "index.html").read_text()
+    for part in ("<summary>environment</summary>", "<summary>recipe</summary>", "videos/after.mp4"):
+        assert part in page
+    assert list((output / "tensorboard").rglob("events.out.*"))
     for name in ("reports/deploy.html", "reports/infer_attention.txt"):
         assert (output / name).stat().st_size > 50, name
     assert "held by" not in (output / "reports" / "deploy.txt").read_text()  # the dense weights are really gone

@@ -52,7 +52,7 @@ class Study:
 FULL = Study(
     extra={
         "train.steps": 320,
-        "train.learning_rate": 2e-4,
+        "train.learning_rate": 1e-4,
         "train.warmup": 20,
         "train.final_rate": 0.0,
         "train.ema_decay": 0.9,
