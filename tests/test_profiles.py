@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from models import tiny_wan, wan_inputs
-from profile_cases import FULL_SIZE, LINEARS, TINY, UNREAD, on_meta, tiny
+from profile_cases import FULL_SIZE, LINEARS, on_meta
+from profile_models import TINY, UNREAD, tiny
 
 import qatpatch
 from qatpatch.profiles import PROFILES, find_profile, load_profile, matches

@@ -102,6 +102,8 @@ class Profile:
 
 def matches(pattern: str, name: str) -> bool:
     """Whether ``pattern`` matches ``name`` or one of its parents, in whole components."""
+    if "*" not in pattern:
+        return name == pattern or name.startswith(f"{pattern}.")
     return _expression(pattern).fullmatch(name) is not None
 
 
