@@ -172,7 +172,7 @@ def _measured(
     base_loss = reference.loss()
     return SensitivityReport(
         model_class=type(model).__name__,
-        base=_base(model, record, layers),
+        base=_base(record, layers),
         damages=tuple(damages),
         batches=len(batches),
         error=together.error(norms),
@@ -282,7 +282,7 @@ def _damage(
     )
 
 
-def _base(model: nn.Module, record: Record, layers: list[_Layer]) -> Profile:
+def _base(record: Record, layers: list[_Layer]) -> Profile:
     """The profile that patches these layers, by name."""
     rules = []
     for refine_only in (False, True):
@@ -291,7 +291,6 @@ def _base(model: nn.Module, record: Record, layers: list[_Layer]) -> Profile:
     rules.append(Rule(match=tuple(layer.name for layer in layers if layer.kind == "attention"), action="attention"))
     return Profile(
         name=record.profile,
-        models=(type(model).__name__,),
         rules=tuple(rule for rule in rules if rule.match),
         scheme=record.scheme,
         mask_arguments=record.mask_arguments,
@@ -306,14 +305,14 @@ def _counted(layers: list[_Layer], work: dict[str, int]) -> Iterator[None]:
     active: list[str] = []
 
     def enter(module: nn.Module, args: Any) -> None:
-        layer = names[id(module)]
-        active.append(layer.name)
-        work.setdefault(layer.name, 0)
-        if layer.kind == "linear":
-            work[layer.name] += args[0].numel() * module.out_features
+        name = names[id(module)].name
+        active.append(name)
+        work.setdefault(name, 0)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        active.pop()
+        name = active.pop()
+        if names[id(module)].kind == "linear" and output is not None:
+            work[name] += output.numel() * module.in_features
 
     class Attentions(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

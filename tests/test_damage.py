@@ -294,6 +294,23 @@ def test_work_is_counted_in_multiply_adds():
     assert work["attn1"] == calls * 2 * tokens * tokens * 256
 
 
+def test_graphs_and_adapted_models_are_measured_like_plain_ones():
+    from peft import LoraConfig
+
+    model = tiny_wan(layers=1)
+    data = wan_inputs(model, frames=1)
+    expected = qatpatch.sensitivity(model, [data])
+    graph = torch.export.export(model, (), data, strict=False).module()
+    found = qatpatch.sensitivity(graph, [data], profile="wan")
+    assert found.damages == expected.damages and not qatpatch.is_patched(graph)
+    profile = found.profile(keep_dense_bytes=found.damages[0].dense_bytes)
+    assert len(qatpatch.build_plan(model, profile).linears) == 9
+    model.add_adapter(LoraConfig(target_modules=["to_q", "to_v"], r=2))
+    adapted = qatpatch.sensitivity(model, [data])  # fresh adapters add zero
+    assert [d.name for d in adapted.damages] == [d.name for d in expected.damages]
+    assert len(qatpatch.build_plan(model, profile).linears) == 9
+
+
 def test_compiled_models_are_measured_eagerly():
     x = torch.randn(4, 32)
     expected = qatpatch.sensitivity(Net().eval(), [x], profile=ANY_LINEAR)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import matplotlib
 import pytest
 
-from qatpatch import PlanError, Profile, Rule
+from qatpatch import PlanError, Profile, Rule, load_profile
 from qatpatch.damage_report import Damage, SensitivityReport
 
 matplotlib.use("Agg")
@@ -74,6 +75,13 @@ def test_the_report_shows_itself():
     assert [bar.get_width() for bar in ax.patches] == pytest.approx([100, 50, 100 / 3, 25]) and ax.yaxis_inverted()
     assert report.plot(ax=ax, by="loss_change") is ax
     matplotlib.pyplot.close("all")
+
+
+def test_profiles_go_to_files_and_back(tmp_path):
+    """As docs/profiles.md says."""
+    profile = damages(*ROWS).profile(keep_dense_work=0.4, name="kept")
+    (tmp_path / "kept.yaml").write_text(json.dumps(dataclasses.asdict(profile)))
+    assert load_profile(tmp_path / "kept.yaml") == profile
 
 
 def test_wrong_questions_are_errors():

@@ -28,6 +28,7 @@ def test_full_size_counts(case):
     model = on_meta(case.cls, case.config)
     plan = qatpatch.build_plan(model)
     linears = linears_of(model)
+    assert round(plan.total_parameters / 1e9, 2) == case.billions
     assert plan.profile == case.profile
     assert set(plan.linears) == {name for name in linears if LINEARS[case.profile].fullmatch(name)}
     assert (len(plan.linears), len(plan.attentions)) == (case.linears, case.attentions)
