@@ -11,7 +11,7 @@ BARE := triton==3.9.0 scikit-video==1.1.11
 # Oracles of the tests, apart from everything else: other packages would find them and change what they do.
 ORACLES := flashinfer-python==0.7.4 torchao==0.18.0
 
-.PHONY: demo test lint wheel bench bench-gpu venv
+.PHONY: demo test lint docs wheel bench bench-gpu venv
 
 demo: venv
 	$(BIN)/python recipes/train.py recipes/tiny_ltx2_overfit.yaml --output outputs/demo --overwrite
@@ -22,6 +22,11 @@ test: venv
 lint: venv
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
+
+# The site in site/, its notebooks executed; the tables that are made from the code are written into docs/ first.
+docs: venv
+	PYTHONPATH=. $(BIN)/python docs/tables.py
+	$(BIN)/python -m mkdocs build
 
 wheel: venv
 	rm -rf build dist
@@ -43,7 +48,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qatpatch needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; set PYTHON to another one")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint constraints.txt torch
-	$(PIP) --constraint constraints.txt --editable '.[train,notebook,dev]'
+	$(PIP) --constraint constraints.txt --editable '.[train,notebook,docs,dev]'
 	$(PIP) --no-deps $(BARE)
 	$(PIP) --no-deps --target $(VENV)/oracles --upgrade $(ORACLES)
 	touch $@

@@ -47,7 +47,8 @@ def qat_attention(
 
     Args:
         q: (B, S_q, H, D) float32, bfloat16 or float16, any strides.
-        k, v: (B, S_k, H, D) of q's dtype and device, any strides.
+        k: (B, S_k, H, D) of q's dtype and device, any strides.
+        v: as k.
         scheme: ``"sage3"`` or ``"fa4"``, what the training simulates.
         scale: softmax scale; ``1 / sqrt(D)`` by default.
         attn_mask: boolean (True = attend) or additive (a bias <= -1000 hides the key), 2-D (S_q, S_k) or 4-D,

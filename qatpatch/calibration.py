@@ -199,8 +199,6 @@ def _calibratable(model: nn.Module) -> dict[str, QATLinear]:
             "this model was patched with another input_scale; remove the patch and call "
             "qatpatch.apply(model, input_scale='static')"
         )
-    if any(not layer.quantization.settings.activations for layer in layers.values()):
-        raise PlanError("this model was patched with activations=False, so its inputs have no scale to calibrate")
     if any(layer.quantization.calibration is not None for layer in layers.values()):
         raise PlanError("this model is being calibrated already; calibrate blocks do not nest")
     return layers

@@ -37,7 +37,7 @@ from qatpatch.plan import RECORD
 from qatpatch.reuse import input_group
 from qatpatch.swap import bind_infer, watch_masks
 from qatpatch.switch import AttentionChoice, Switch
-from qatpatch.units import adapters, is_graph, layer_at, unwrap
+from qatpatch.units import adapters, is_graph, layer_at, logical, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -139,11 +139,6 @@ def load(
     return skeleton.eval()
 
 
-def _plain(path: str) -> str:
-    """A path as it is without adapters: what the class builds."""
-    return ".".join(part for part in path.split(".") if part != "base_layer")
-
-
 def _describe(model: nn.Module, record: Record) -> dict[str, Any]:
     wrapped = adapters(model)
     if wrapped:
@@ -158,7 +153,7 @@ def _describe(model: nn.Module, record: Record) -> dict[str, Any]:
             raise CheckpointError(f"{name} is a {type(module).__name__}, not a packed layer; deploy again")
         trained = module.quantization.trained_dtype
         linears[name] = {
-            "paths": [_plain(path) for path in paths],
+            "paths": [logical(model, path) for path in paths],
             "shape": [module.out_features, module.in_features],
             "bias": module.bias is not None,
             "retained": not is_purged(module),

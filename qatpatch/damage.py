@@ -194,7 +194,7 @@ def _layers(model: nn.Module, record: Record) -> list[_Layer]:
             if state is None:
                 raise PlanError(f"{name} lost its patch since apply; remove the patch and apply it again")
             settings = getattr(state, "settings", None)
-            if settings and settings.input_scale == "static" and settings.activations and settings.static_scale is None:
+            if settings and settings.input_scale == "static" and settings.static_scale is None:
                 raise PlanError(f"{name} has no static input scale yet; run forwards inside qatpatch.calibrate first")
             found.append(_Layer(kind, name, module, state))
     return found

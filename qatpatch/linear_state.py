@@ -1,4 +1,4 @@
-"""What a patched linear is told and what it keeps in mind: `LinearSettings`, `LinearState`, rules of both layers.
+"""`LinearSettings` and `LinearState`: what a patched linear is told and keeps in mind, and the rules both layers share.
 
 Operands are quantized in the compute dtype: autocast's where autocast is on, else the weight's, or the one that
 training recorded where that is known. So an evaluation outside autocast sees the weights that training saw, and

@@ -21,7 +21,7 @@ from qatpatch.linear_state import BACKWARDS, INPUT_SCALES, LinearSettings
 from qatpatch.nvfp4 import GLOBAL_SCALE_RULES
 from qatpatch.profiles import Profile, Rule, find_profile, matches
 from qatpatch.receipts import Receipt, Table, grouped, skip_table, warning_tables
-from qatpatch.units import Unit, is_graph, logical, module_units, unwrap
+from qatpatch.units import Unit, is_graph, module_units, unwrap
 
 RECORD = "_qatpatch"
 
@@ -245,7 +245,7 @@ def _decide(walk: _Walk, unit: Unit) -> None:
     if unit.adapter:
         walk.skipped[unit.name] = "An adapter's own weights stay in full precision."
         return
-    names = tuple(dict.fromkeys((unit.name, *map(logical, unit.paths))))
+    names = unit.names or (unit.name,)
     rule, pattern = _rule_for(walk.profile, unit, names)
     if rule is not None and rule.action != "skip":
         walk.used.add(pattern)
@@ -429,6 +429,12 @@ def _checked_request(profile: Profile, **arguments: Any) -> Request:
         if not all(isinstance(pattern, str) and pattern for pattern in value):
             problems.append(f"{name} holds patterns (non-empty strings), got {value!r}")
         patterns[name] = value
+    if arguments["activations"] is False and arguments["input_scale"] != "dynamic":
+        problems.append(
+            "activations=False leaves inputs unquantized, so "
+            f"input_scale={arguments['input_scale']!r} would do nothing; "
+            "leave one of them out"
+        )
     if not arguments["linear"] and not arguments["attention"]:
         problems.append("linear=False with attention=False leaves nothing to patch")
     if problems:

@@ -1,8 +1,8 @@
 """What a model is made of: every linear and attention that a patch could reach, as data for the planner.
 
 `unwrap` finds the module inside wrappers; `module_units` walks a live model (`graphs.graph_units` does the same for a
-graph). Names
-are logical: a peft wrapper's ``base_layer`` is not part of them, so that the same rules fit before and after adapters.
+graph). Names are logical: a peft wrapper's ``base_layer`` is not part of them, so that the same rules fit before and
+after adapters. A module of another kind may bear that name, and keeps it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ _ADAPTER_HOST = "base_layer"
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One linear or attention that a walk found: a module, or the nodes of a graph that stand for one."""
+    """One linear or attention that a walk found: a module, or the nodes of a graph that stand for one.
+
+    ``paths`` are where it is, adapters' wrappers included; ``names`` the same without them, ``name`` the first.
+    """
 
     name: str
     paths: tuple[str, ...]
+    names: tuple[str, ...] = ()
     kind: str
     problem: str | None
     adapter: bool = False
@@ -80,8 +84,9 @@ def module_units(model: nn.Module) -> list[Unit]:
         own = tuple(paths[id(module)])
         if isinstance(module, nn.Linear):
             units[id(module)] = Unit(
-                name=logical(path),
+                name=logical(model, path),
                 paths=own,
+                names=tuple(dict.fromkeys(logical(model, p) for p in own)),
                 kind="linear",
                 problem=linear_problem(module) or _fused_problem(model, path),
                 adapter=_is_adapter(model, path),
@@ -92,8 +97,9 @@ def module_units(model: nn.Module) -> list[Unit]:
         else:
             parameter = next(module.parameters(), None)
             units[id(module)] = Unit(
-                name=logical(path),
+                name=logical(model, path),
                 paths=own,
+                names=tuple(dict.fromkeys(logical(model, p) for p in own)),
                 kind="attention",
                 problem=dispatch.unsupported_reason(module),
                 head_dim=dispatch.head_dim(module) if dispatch.unsupported_reason(module) is None else 0,
@@ -152,31 +158,42 @@ def _place(model: nn.Module, path: str) -> tuple[nn.Module, str] | None:
         holder = parent if child is None else parent._modules[child]
         if part == _ADAPTER_HOST and part not in holder._modules:
             continue
-        if part not in holder._modules and _ADAPTER_HOST in holder._modules:
+        if part not in holder._modules and is_wrapper(holder):
             holder = holder._modules[_ADAPTER_HOST]
         if part not in holder._modules:
             return None
         parent, child = holder, part
-    while child is not None and _ADAPTER_HOST in parent._modules[child]._modules:
+    while child is not None and is_wrapper(parent._modules[child]):
         parent, child = parent._modules[child], _ADAPTER_HOST
     return None if child is None else (parent, child)
 
 
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a peft adapter wraps the layer ``base_layer`` of ``module``, and that is not just a module's own name."""
+    return _ADAPTER_HOST in module._modules and hasattr(type(module), "adapter_layer_names")
+
+
 def adapters(model: nn.Module) -> list[str]:
     """Paths of the modules that adapters wrap."""
-    return [path for path, module in model.named_modules() if _ADAPTER_HOST in module._modules]
+    return [path for path, module in model.named_modules() if is_wrapper(module)]
 
 
-def logical(path: str) -> str:
-    """A path without adapter wrappers: what the name would be without them."""
-    return ".".join(part for part in path.split(".") if part != _ADAPTER_HOST)
+def logical(model: nn.Module, path: str) -> str:
+    """A path without adapter wrappers: what the name would be without them, also after they were unloaded."""
+    holder, kept = model, []
+    for part in path.split("."):
+        inside = part in holder._modules
+        if part != _ADAPTER_HOST or (inside and not is_wrapper(holder)):
+            kept.append(part)
+        holder = holder._modules[part] if inside else holder
+    return ".".join(kept)
 
 
 def _is_adapter(model: nn.Module, path: str) -> bool:
-    """Whether the module is an adapter's own (it lies in a wrapper beside the wrapped ``base_layer``)."""
-    parts = path.split(".")
-    for depth in range(1, len(parts)):
-        parent = model.get_submodule(".".join(parts[: depth - 1])) if depth > 1 else model
-        if _ADAPTER_HOST in parent._modules and parts[depth - 1] != _ADAPTER_HOST:
+    """Whether the module is an adapter's own (it lies in a wrapper beside the wrapped layer)."""
+    holder = model
+    for part in path.split("."):
+        if is_wrapper(holder) and part != _ADAPTER_HOST:
             return True
+        holder = holder._modules[part]
     return False

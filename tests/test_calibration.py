@@ -61,9 +61,6 @@ def test_calibrate_refuses_what_it_cannot_do():
         with pytest.raises(ValueError, match="at most 100"):
             with qatpatch.calibrate(build(input_scale="static"), percentile=percentile):
                 pass
-    with pytest.raises(PlanError, match="activations=False"):
-        with qatpatch.calibrate(build(input_scale="static", activations=False)):
-            pass
     model = build(input_scale="unit")
     qatpatch.deploy(model)
     with pytest.raises(PlanError, match="before deploy"), qatpatch.calibrate(model):

@@ -1,0 +1,147 @@
+"""The documentation: the site builds, its notebooks and snippets run, its tables are the code's, its names exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+
+import qatpatch
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
+
+
+# What the snippets of the how-to pages take for granted: a model, inputs for it, a loss.
+def setting():
+    from models import tiny_wan, wan_inputs
+
+    torch.manual_seed(0)
+    model = tiny_wan()
+    inputs = dict(wan_inputs(model), return_dict=True)
+    return dict(
+        torch=torch,
+        qatpatch=qatpatch,
+        model=model,
+        inputs=inputs,
+        loss_of=lambda model, inputs: model(**inputs).sample.square().mean(),
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Built strictly, so that a dead link, a missing page or a notebook cell that raises is a failure."""
+    target = tmp_path_factory.mktemp("site")
+    build = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert build.returncode == 0, build.stderr
+    return target
+
+
+@pytest.mark.slow
+class TestSite:
+    def test_every_page_is_there(self, site):
+        for page in [*DOCS.rglob("*.md"), *NOTEBOOKS]:
+            relative = page.relative_to(DOCS).with_suffix("")
+            built = site / (relative.parent if relative.name == "index" else relative) / "index.html"
+            assert built.is_file(), f"{page.name} is not in the site"
+
+    def test_reference_documents_every_public_name(self, site):
+        page = _Headings((site / "reference" / "index.html").read_text())
+        missing = [n for n in qatpatch.__all__ if n != "__version__" and n not in {i.split(".")[-1] for i in page.ids}]
+        assert not missing
+
+    def test_notebooks_show_their_pictures(self, site):
+        for notebook in NOTEBOOKS:
+            html = (site / "notebooks" / notebook.stem / "index.html").read_text()
+            shown = sum("plt.show()" in cell.source for cell in nbformat.read(notebook, 4).cells)
+            assert html.count("data:image/png;base64") >= shown > 0, notebook.name
+            videos = sum(cell.source.rstrip().splitlines()[-1].startswith("show(") for cell in _code(notebook))
+            assert html.count("data:video/mp4;base64") == videos, notebook.name
+
+    def test_reports_are_tables_in_notebooks(self, site):
+        html = (site / "notebooks" / "patch_train_deploy" / "index.html").read_text()
+        assert html.count("<table") >= 4  # the plan and three receipts
+
+
+class _Headings(HTMLParser):
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        if tag in ("h2", "h3", "h4"):
+            self.ids.update(value for name, value in attributes if name == "id" and value)
+
+
+def _code(notebook):
+    return [cell for cell in nbformat.read(notebook, 4).cells if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_stored_without_outputs(notebook):
+    assert all(not cell.outputs and cell.execution_count is None for cell in _code(notebook))
+
+
+def test_tables_are_what_the_code_gives():
+    spec = importlib.util.spec_from_file_location("tables", DOCS / "tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    marked = 0
+    for page in DOCS.rglob("*.md"):
+        text = page.read_text()
+        marked += text.count("<!-- table: ")
+        assert tables.with_tables(text) == text, f"{page.name} is stale; run python docs/tables.py"
+    assert marked >= len(tables.TABLES)
+
+
+def test_names_and_arguments_lists_every_public_function():
+    page = (DOCS / "api.md").read_text()
+    missing = [n for n in qatpatch.__all__ if n != "__version__" and not re.search(rf"\b{n}\b", page)]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "page", [DOCS / "getting-started.md", *sorted((DOCS / "how-to").glob("*.md"))], ids=lambda path: path.stem
+)
+def test_snippets_run(page, tmp_path, monkeypatch):
+    # A snippet that cannot run on a CPU says so in a comment above it.
+    blocks = re.findall(r"(<!-- not run: .+? -->\n)?```python\n(.*?)```", page.read_text(), re.DOTALL)
+    script = "\n".join(code for excuse, code in blocks if not excuse)
+    assert script or page.stem == "recipes", "a how-to page shows code"
+    monkeypatch.chdir(tmp_path)
+    exec(compile(script, page.name, "exec"), setting())
+
+
+def _literals() -> str:
+    """All text that the package's error messages are made of, one literal a line, values as ``{}``."""
+    texts = []
+    for path in (ROOT / "qatpatch").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(v.value if isinstance(v, ast.Constant) else "{}" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
+def test_troubleshooting_quotes_messages_that_exist():
+    rows = re.findall(r"^\| (`.+?) \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    quoted = [text for row in rows for text in re.findall(r"`(.+?)`", row)]
+    assert len(quoted) > 20
+    literals = _literals()
+    assert not [text for text in quoted if text not in literals]
