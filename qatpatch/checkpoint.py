@@ -17,14 +17,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 import zlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import nn
 
@@ -35,8 +32,10 @@ from qatpatch.packed_linear import NVFP4Linear
 from qatpatch.patch import Record, attention_states, is_purged, patch_record, replace_module
 from qatpatch.plan import RECORD
 from qatpatch.reuse import input_group
+from qatpatch.stored_models import PackedModel, read_foreign
 from qatpatch.swap import bind_infer, watch_masks
 from qatpatch.switch import AttentionChoice, Switch
+from qatpatch.tensor_files import Spec, TensorFile, read_json, read_json_file, replace_file, write_tensors
 from qatpatch.units import adapters, is_graph, layer_at, logical, unwrap
 
 logger = logging.getLogger("qatpatch")
@@ -73,19 +72,26 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if is_graph(model):
         raise CheckpointError("graph modules have no config to rebuild them from; save the eager model instead")
     description = _describe(model, record)
-    tensors = {name: _writable(name, tensor) for name, tensor in model.state_dict().items()}
-    # One key: safetensors writes several in no fixed order, and equal models should be equal files.
-    checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}
-    description |= {"version": VERSION, "checksums": checksums}
+    tensors = {name: writable(name, tensor) for name, tensor in model.state_dict().items()}
+    specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    write_model(directory, PackedModel(description=description, specs=specs, tensor=tensors.__getitem__))
+    logger.info("save: %d packed linears, %d tensors to %s", len(description["linears"]), len(tensors), directory)
+
+
+def write_model(directory: Path, model: PackedModel) -> None:
+    """Write our own format: `WEIGHTS_NAME` and config.json. Each tensor is asked for twice."""
+    checksums = {name: _checksum(model.tensor(name)) for name in sorted(model.specs)}
+    description = model.description | {"version": VERSION, "checksums": checksums}
     description["digest"] = _digest(description)
-    metadata = {HEADER_KEY: json.dumps(description)}
+    # In one order: equal models should be equal files.
+    description = dict(sorted(description.items()))
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _replace(directory / WEIGHTS_NAME, lambda temporary: _write_tensors(tensors, temporary, metadata))
-        _replace(directory / CONFIG_NAME, lambda temporary: temporary.write_text(_config_json(description)))
-    except (OSError, safetensors.SafetensorError) as error:
+        metadata = {HEADER_KEY: json.dumps(description)}
+        write_tensors(directory / WEIGHTS_NAME, model.specs, metadata, model.tensor)
+        replace_file(directory / CONFIG_NAME, lambda temporary: temporary.write_text(_config_json(description)))
+    except OSError as error:
         raise CheckpointError(f"cannot write to {directory}: {error}") from error
-    logger.info("save: %d packed linears, %d tensors to %s", len(description["linears"]), len(tensors), directory)
 
 
 def load(
@@ -93,9 +99,9 @@ def load(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    model: nn.Module | None = None,
+    model: nn.Module | str | os.PathLike[str] | None = None,
 ) -> nn.Module:
-    """Read what `save` wrote.
+    """Read what `save` wrote, or packed NVFP4 of ModelOpt, ComfyUI or compressed-tensors (`formats`).
 
     Args:
         path: the directory (or the safetensors file in it).
@@ -103,26 +109,30 @@ def load(
         dtype: float32, bfloat16 or float16 for everything that is not packed; default: as saved. Packed weights
             and scales
             never change.
-        model: an unpatched instance of the saved architecture to load into, on any device or meta; needed only for
-            models that are not diffusers', which cannot be rebuilt from their config.
+        model: an unpatched instance of the saved architecture to load into, on any device or meta, or a directory with
+            its diffusers config.json. Needed only for models that are not diffusers', which cannot be rebuilt from
+            their config, and for files without a config, as ComfyUI's are.
 
     Returns:
-        The deployed model, in eval mode.
+        The deployed model, in eval mode. Files of other tools say nothing of attention: it is dense there.
 
     Raises:
-        CheckpointError: the file is missing, truncated, foreign, of another version, or does not fit the model.
+        CheckpointError: the file is missing, truncated, of another version or in no format that its metadata names, or
+            does not fit the model.
         KernelUnavailable: no kernel here computes the scheme that the attention was trained for.
     """
     if dtype is not None and dtype not in COMPUTE_DTYPES:
         raise CheckpointError(f"dtype={dtype} is not one of float32, bfloat16, float16")
     device = _device(device)
-    file = _path(path)
-    file = file / WEIGHTS_NAME if file.is_dir() or file.suffix != ".safetensors" else file
-    description, tensors = _read(file)
-    skeleton = _skeleton(description) if model is None else _given_skeleton(model, description)
+    file = weights_file(path)
+    stored, skeleton = open_stored(file, model)
+    description = stored.description
+    if skeleton is None:
+        skeleton = _skeleton(description)
+    tensors = {name: stored.tensor(name) for name in stored.specs}
     try:
         record = _prepare(skeleton, description, device)
-        damaged = _damaged(description, tensors)
+        damaged = _damaged(description, tensors) if "checksums" in description else None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -137,6 +147,61 @@ def load(
     vars(skeleton)[RECORD] = record
     logger.info("load: %d packed linears from %s", len(record.linears), file)
     return skeleton.eval()
+
+
+def weights_file(path: str | os.PathLike[str]) -> Path:
+    """The safetensors file that ``path``, a directory or the file itself, stands for."""
+    path = _path(path)
+    return path / WEIGHTS_NAME if path.is_dir() or path.suffix != ".safetensors" else path
+
+
+def open_stored(
+    file: Path, model: nn.Module | str | os.PathLike[str] | None = None
+) -> tuple[PackedModel, nn.Module | None]:
+    """A file of any format that is read, and the unpatched model that it is for: ``model``, or for a file of another
+    tool one with its parameters on meta; None for our own, which says all about itself.
+    """
+    if not file.is_file():
+        raise CheckpointError(f"there is no {file}; qatpatch.load reads the directory that qatpatch.save wrote")
+    opened = TensorFile(file)
+    if HEADER_KEY in opened.metadata:
+        description = _parse(opened.metadata, file)
+        stored = PackedModel(description=description, specs=opened.specs, tensor=opened.tensor)
+        return stored, None if model is None else _given_skeleton(model, description)
+    config = read_json_file(file.parent / CONFIG_NAME) if (file.parent / CONFIG_NAME).is_file() else None
+    config = config if isinstance(config, dict) else None
+    if HEADER_KEY in (config or {}) and file.name == WEIGHTS_NAME:
+        raise CheckpointError(f"{file} was not written by qatpatch.save, and the config.json beside it was")
+    skeleton = skeleton_for(file, config, model)
+    wanted = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
+    stored = read_foreign(opened, config, type(skeleton).__name__, wanted)
+    stored.description.update(config=plain_config(skeleton), computed_buffers=_computed_buffers(skeleton))
+    return stored, skeleton
+
+
+def skeleton_for(
+    file: Path, config: dict[str, Any] | None, model: nn.Module | str | os.PathLike[str] | None
+) -> nn.Module:
+    """The model that a file of another tool is for: the one that is given, else of the config.json beside it."""
+    if isinstance(model, nn.Module):
+        return _given_skeleton(model, None)
+    if model is not None:
+        directory = _path(model)
+        config = read_json_file(directory / CONFIG_NAME if directory.is_dir() else directory)
+    if not isinstance(config, dict) or not isinstance(config.get("_class_name"), str):
+        raise CheckpointError(
+            f"nothing says which model {file} is for (no config.json of diffusers beside it); pass model=, an "
+            "unpatched instance of it or a directory with its config.json"
+        )
+    return config_skeleton(config)
+
+
+def config_skeleton(config: dict[str, Any]) -> nn.Module:
+    """The model of a diffusers config.json, parameters on meta."""
+    fields = {key: value for key, value in config.items() if not key.startswith("_")}
+    for other in (HEADER_KEY, "quantization_config"):
+        fields.pop(other, None)
+    return _skeleton({"class": config["_class_name"], "config": fields})
 
 
 def _describe(model: nn.Module, record: Record) -> dict[str, Any]:
@@ -169,10 +234,9 @@ def _describe(model: nn.Module, record: Record) -> dict[str, Any]:
     for (name, paths), state in zip(record.attentions.items(), states, strict=True):
         deployed = state.deployed.scheme
         attentions[name] = {"paths": list(paths), "scheme": state.scheme, "deployed_scheme": deployed}
-    config = {key: value for key, value in dict(getattr(model, "config", {})).items() if not key.startswith("_")}
     return {
         "class": type(model).__name__,
-        "config": json.loads(json.dumps(config, default=list)),
+        "config": plain_config(model),
         "profile": record.profile,
         "scheme": record.scheme,
         "staged": record.staged,
@@ -184,6 +248,12 @@ def _describe(model: nn.Module, record: Record) -> dict[str, Any]:
         "attentions": attentions,
         "computed_buffers": _computed_buffers(model),
     }
+
+
+def plain_config(model: nn.Module) -> dict[str, Any]:
+    """A diffusers model's config as JSON holds it; empty for other models."""
+    config = {key: value for key, value in dict(getattr(model, "config", {})).items() if not key.startswith("_")}
+    return json.loads(json.dumps(config, default=list))
 
 
 def _computed_buffers(model: nn.Module) -> dict[str, str]:
@@ -205,7 +275,14 @@ def _config_json(description: dict[str, Any]) -> str:
     return json.dumps({**config, "qatpatch": {"version": VERSION, **rest}}, indent=2) + "\n"
 
 
-def _writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU; CheckpointError where a file has no place for it."""
+    check_writable(name, tensor)
+    return tensor.detach().cpu().contiguous()
+
+
+def check_writable(name: str, tensor: torch.Tensor) -> None:
+    """Raises: CheckpointError where a file has no place for the tensor."""
     if tensor.dtype is not torch.uint8 and tensor.dtype not in COMPUTE_DTYPES:
         raise CheckpointError(
             f"{name} is {tensor.dtype} (layerwise casting?), which load would refuse; convert it first"
@@ -218,35 +295,6 @@ def _writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
             "state_dict.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)), "
             "load them into an unsharded deployed model, and save that"
         )
-    return tensor.detach().cpu().contiguous()
-
-
-def _write_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
-    seen: dict[int, str] = {}
-    unshared = {}
-    for name, tensor in tensors.items():
-        # safetensors refuses tensors that share memory; tied weights are written once a name.
-        shared = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in seen
-        unshared[name] = tensor.clone() if shared else tensor
-        seen[tensor.untyped_storage().data_ptr()] = name
-    safetensors.torch.save_file(unshared, file, metadata=metadata)
-
-
-def _replace(file: Path, write: Any) -> None:
-    """Write beside ``file`` and rename over it; the temporary name is never taken for a model."""
-    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", suffix=".partial", dir=file.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        write(temporary)
-        with open(temporary, "rb+") as written:
-            os.fsync(written.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _path(path: str | os.PathLike[str]) -> Path:
@@ -276,6 +324,23 @@ def _digest(description: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
+def checked(stored: PackedModel, file: Path) -> PackedModel:
+    """The same, every tensor compared with its checksum when it is read; files of others have none."""
+    description = stored.description
+    if "checksums" not in description:
+        return stored
+    if description.get("digest") != _digest(description):
+        raise CheckpointError(f"{file}: the description is not what was saved (its checksum differs)")
+
+    def tensor(name: str) -> torch.Tensor:
+        found = stored.tensor(name)
+        if description["checksums"].get(name) != _checksum(found):
+            raise CheckpointError(f"{file}: {name} is not what was saved (its checksum differs); the file was changed")
+        return found
+
+    return PackedModel(description=description, specs=stored.specs, tensor=tensor)
+
+
 def _damaged(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str | None:
     """The first tensor that is not the one that was saved, or "the description"; None where all is as saved."""
     if description.get("digest") != _digest(description):
@@ -295,29 +360,10 @@ def _compare_config(file: Path, description: dict[str, Any]) -> None:
         logger.warning("load: %s differs from the header of the weights, which is what counts", file)
 
 
-def _read(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    if not file.is_file():
-        raise CheckpointError(f"there is no {file}; qatpatch.load reads the directory that qatpatch.save wrote")
-    try:
-        with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
-            metadata = opened.metadata() or {}
-            description = _parse(metadata, file)
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-    except (safetensors.SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is truncated or no safetensors file: {error}") from error
-    return description, tensors
-
-
 def _parse(metadata: dict[str, str], file: Path) -> dict[str, Any]:
-    if HEADER_KEY not in metadata:
-        found = f"its header says {', '.join(sorted(metadata))}" if metadata else "its header says nothing"
-        raise CheckpointError(
-            f"{file} was not written by qatpatch.save ({found}); packed NVFP4 of other tools differs in nibble order "
-            "and scale layout and cannot be told by shape, so it is not guessed at"
-        )
     try:
-        description = json.loads(metadata[HEADER_KEY])
-    except ValueError as error:
+        description = read_json(metadata[HEADER_KEY], "it")
+    except CheckpointError as error:
         raise CheckpointError(f"the description in {file} is damaged: {error}") from error
     version = description.get("version") if isinstance(description, dict) else None
     if version != VERSION:
@@ -349,9 +395,12 @@ def _skeleton(description: dict[str, Any]) -> nn.Module:
         raise CheckpointError(f"the config in the checkpoint does not build a {name}: {error}") from error
 
 
-def _given_skeleton(model: nn.Module, description: dict[str, Any]) -> nn.Module:
+def _given_skeleton(model: nn.Module | str | os.PathLike[str], description: dict[str, Any] | None) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        directory = _path(model)
+        model = skeleton_for(directory, None, directory)
     model = unwrap(model)
-    if type(model).__name__ != description["class"]:
+    if description is not None and type(model).__name__ != description["class"]:
         raise CheckpointError(f"the checkpoint holds a {description['class']}, model= is a {type(model).__name__}")
     if RECORD in vars(model):
         raise CheckpointError("model= must be an unpatched instance; this one is patched")

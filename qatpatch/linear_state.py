@@ -1,4 +1,4 @@
-"""`LinearSettings` and `LinearState`: what a patched linear is told and keeps in mind, and the rules both layers share.
+"""What a patched linear is told and what it keeps in mind: `LinearSettings`, `LinearState`, rules both layers share.
 
 Operands are quantized in the compute dtype: autocast's where autocast is on, else the weight's, or the one that
 training recorded where that is known. So an evaluation outside autocast sees the weights that training saw, and
@@ -8,7 +8,7 @@ training recorded where that is known. So an evaluation outside autocast sees th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,13 @@ class LinearSettings:
                 f"static_scale={scale} is no power of two, as global_scale='pow2' promises; use global_scale='amax', "
                 "which takes any scale"
             )
+
+
+def fixed_input_scale(settings: Mapping[str, Any]) -> float | None:
+    """The input scale (decode) of a layer with these settings as plain data; None where no number is fixed."""
+    if not settings["activations"]:
+        return None
+    return {"unit": 1.0, "static": settings["static_scale"]}.get(settings["input_scale"])
 
 
 class LinearState:

@@ -52,6 +52,26 @@ class PurgedWeight(torch.Tensor):
         raise RuntimeError(_PURGED.format(func))
 
 
+def quantized_source(linear: QATLinear) -> torch.Tensor:
+    """The weight in the dtype that training quantized it in."""
+    weight = linear.weight.detach()
+    return weight.to(linear.quantization.trained_dtype or weight.dtype)
+
+
+def packed_weight(
+    linear: QATLinear, global_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, block scale bytes and global scale (uint8, uint8, float32) of a layer's weight: what deploy keeps.
+
+    Args:
+        linear: a layer that trains.
+        global_scale: float32 (), decode direction; default: by the layer's rule.
+    """
+    state, weight = linear.quantization, linear.weight
+    kernel = state.kernel("deploy", weight.device, tuple(weight.shape), weight.dtype, linear.bias is not None)
+    return ops.quantize(quantized_source(linear), global_scale, state.settings.global_scale, kernel)
+
+
 class NVFP4Linear(nn.Linear):
     """A deployed linear: packed weight (out_features, in_features), the compute it was trained for.
 
@@ -92,11 +112,8 @@ class NVFP4Linear(nn.Linear):
     @classmethod
     def from_linear(cls, linear: QATLinear, *, retain: bool) -> NVFP4Linear:
         """Pack ``linear``; ``retain`` keeps its dense weight as ``dense_weight`` (the same Parameter)."""
-        state, weight = linear.quantization, linear.weight.detach()
-        source = weight.to(state.trained_dtype or weight.dtype)
-        bias = linear.bias is not None
-        kernel = state.kernel("deploy", weight.device, tuple(weight.shape), weight.dtype, bias)
-        packed, block_scale, global_scale = ops.quantize(source, None, state.settings.global_scale, kernel)
+        state, weight = linear.quantization, linear.weight
+        packed, block_scale, global_scale = packed_weight(linear)
         layer = cls(
             packed=packed,
             block_scale=block_scale,
@@ -107,7 +124,7 @@ class NVFP4Linear(nn.Linear):
             dtype=weight.dtype,
             quantization=state,
         )
-        if kernels.kernel_named(kernel).native:
+        if kernels.kernel_named(layer.kernel(weight.device)).native:
             layer.tiled_scale()
         return layer
 

@@ -431,9 +431,8 @@ def _checked_request(profile: Profile, **arguments: Any) -> Request:
         patterns[name] = value
     if arguments["activations"] is False and arguments["input_scale"] != "dynamic":
         problems.append(
-            "activations=False leaves inputs unquantized, so "
-            f"input_scale={arguments['input_scale']!r} would do nothing; "
-            "leave one of them out"
+            f"activations=False leaves inputs unquantized, so input_scale={arguments['input_scale']!r} would do "
+            "nothing; leave one of them out"
         )
     if not arguments["linear"] and not arguments["attention"]:
         problems.append("linear=False with attention=False leaves nothing to patch")

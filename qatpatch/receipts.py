@@ -254,11 +254,16 @@ def _html_table(rows: Sequence[Sequence[str]]) -> str:
 
 def grouped(names: Iterable[str], key: Callable[[str], tuple[str, ...]]) -> list[tuple[str, int, str]]:
     """Names that differ in numbers only and have equal keys, as (pattern, count, first name)."""
+    return [(pattern, len(members), members[0]) for pattern, members in grouped_members(names, key)]
+
+
+def grouped_members(names: Iterable[str], key: Callable[[str], tuple[str, ...]]) -> list[tuple[str, list[str]]]:
+    """Names that differ in numbers only and have equal keys, as (pattern, names)."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
         pattern = re.sub(r"\.\d+(?=\.)", ".*", name, count=1)
         groups.setdefault((pattern, key(name)), []).append(name)
-    return [(p if len(members) > 1 else members[0], len(members), members[0]) for (p, _), members in groups.items()]
+    return [(p if len(members) > 1 else members[0], members) for (p, _), members in groups.items()]
 
 
 def _layer_cells(layer: LayerReceipt) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ def generate(run: Run, model: torch.nn.Module) -> tuple[list[Sample], Scores]:
     """Sample every validation clip from its first frame, as the model is now, and score the samples."""
     samples, options = [], run.recipe.validation
     for index, (batch, _, _) in enumerate(run.truth):
-        with run.accelerator.autocast():
+        with run.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
             latents = sample(
                 model,
                 run.settings,

@@ -28,7 +28,7 @@ def contact_sheet(path: Path, clips: dict[str, torch.Tensor]) -> None:
             axis.set_xticks([])
             axis.set_yticks([])
             axis.set_title(f"{name}, frame 0" if index == 0 else str(index), fontsize=7, loc="left")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def curves(path: Path, rows: list[dict[str, Any]], dense: float | None = None) -> None:
@@ -51,7 +51,7 @@ def curves(path: Path, rows: list[dict[str, Any]], dense: float | None = None) -
         score_axis.legend(loc="lower right", fontsize=8)
     for axis in (loss_axis, score_axis):
         axis.grid(alpha=0.3)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def smoothed(values: tuple[float, ...], weight: float = 0.95) -> list[float]:
@@ -83,7 +83,8 @@ def page(path: Path, title: str, table: str, reports: dict[str, str], videos: di
     )
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure in the format of the file's ending."""
     # The Agg canvas by hand: no display is needed and pyplot's global state stays untouched.
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=150)

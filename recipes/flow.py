@@ -1,10 +1,14 @@
-"""Flow matching for image-to-video, as LTX-2 does it: noise, model call, loss, sampler.
+"""Flow matching for LTX-2 and Wan: noise, model call, loss, sampler.
 
     x_t = (1 - sigma) x_0 + sigma noise        velocity = noise - x_0 = (x_t - x_0) / sigma
 
-The tokens of the first latent frame are given: they stay clean, at noise level 0, and are left out of the loss; so
-``sigma`` is one number a token, and timesteps are ``1000 sigma``. The model's output is read as ``x_0`` or as the
-velocity (``flow.prediction``); the sampler steps along the velocity either way.
+Image to video (``flow.given: first_frame``): the tokens of the first latent frame are given. They stay clean, at noise
+level 0, and are left out of the loss; so ``sigma`` is one number a token, and timesteps are ``1000 sigma``. Text to
+video (``nothing``): every token has the same noise level. The model's output is read as ``x_0`` or as the velocity
+(``flow.prediction``); the sampler steps along the velocity either way.
+
+A token here is one latent pixel. Wan joins 2 x 2 of them and takes one timestep for each of its own tokens, or one a
+sample.
 
 Audio: LTX-2 carries audio tokens in every call, and the clips here have no sound. A pretrained model gets pure noise at
 noise level 1 for it (audio unknown), in training and in sampling; a tiny one, which never heard anything, gets zeros.
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from latents import pack_tokens, unpack_tokens
@@ -32,6 +37,7 @@ class Settings:
     """What every model call of a run shares.
 
     Attributes:
+        family: of the model.
         flow: the recipe's section.
         dtype: of the model's inputs.
         frames: of a clip, in pixels.
@@ -39,6 +45,7 @@ class Settings:
         use_cross_timestep: see ``LTX2VideoTransformer3DModel.forward``.
     """
 
+    family: str = "ltx2"
     flow: Flow
     dtype: torch.dtype
     frames: int
@@ -52,6 +59,7 @@ class Settings:
         if recipe.parallel.sharding == "fsdp2":  # no autocast there: inputs come in the compute dtype
             dtype = compute_dtype(recipe)
         return cls(
+            family=recipe.model.family,
             flow=recipe.flow,
             dtype=dtype,
             frames=recipe.data.frames,
@@ -87,10 +95,11 @@ def draw_noise_levels(flow: Flow, count: int, tokens: int, generator: torch.Gene
     return shifted(t, shift_of(flow, tokens)).clamp(min=flow.sigma_min)
 
 
-def free_tokens(grid: tuple[int, int, int]) -> torch.Tensor:
-    """(N, 1): 0 for the tokens of the first latent frame, which are given, 1 for those to be generated."""
+def free_tokens(grid: tuple[int, int, int], given: str = "first_frame") -> torch.Tensor:
+    """(N, 1): 0 for the tokens of the first latent frame where it is given, 1 for those to be generated."""
     free = torch.ones(grid)
-    free[0] = 0
+    if given == "first_frame":
+        free[0] = 0
     return free.reshape(-1, 1)
 
 
@@ -118,10 +127,46 @@ def call_model(
     Args:
         noisy: (B, N, C), the given tokens clean.
         sigma: (B,), noise level of the tokens to be generated.
-        batch: ``text`` (B, L, D), ``audio_text``, ``text_mask`` (B, L), ``rate`` (B,) in frames a second.
+        batch: ``text`` (B, L, D), ``rate`` (B,) in frames a second; for LTX-2 ``audio_text`` and ``text_mask`` (B, L).
         grid: latent frames, height, width.
         generator: of the audio noise.
     """
+    if settings.family == "wan":
+        return _call_wan(model, settings, noisy, sigma, batch, grid)
+    return _call_ltx2(model, settings, noisy, sigma, batch, grid, generator)
+
+
+def _call_wan(
+    model: torch.nn.Module,
+    settings: Settings,
+    noisy: torch.Tensor,
+    sigma: torch.Tensor,
+    batch: Batch,
+    grid: tuple[int, int, int],
+) -> torch.Tensor:
+    timestep = TIMESTEPS * sigma
+    if settings.flow.given == "first_frame":
+        patch = getattr(model, "module", model).config.patch_size
+        own = tuple(size // p for size, p in zip(grid, patch, strict=True))
+        timestep = timestep[:, None] * free_tokens(own).to(noisy.device)[None, :, 0]
+    (video,) = model(
+        hidden_states=unpack_tokens(noisy, grid).to(settings.dtype),
+        timestep=timestep,
+        encoder_hidden_states=batch["text"].to(noisy.device, settings.dtype),
+        return_dict=False,
+    )
+    return pack_tokens(video.float())
+
+
+def _call_ltx2(
+    model: torch.nn.Module,
+    settings: Settings,
+    noisy: torch.Tensor,
+    sigma: torch.Tensor,
+    batch: Batch,
+    grid: tuple[int, int, int],
+    generator: torch.Generator,
+) -> torch.Tensor:
     inner = getattr(model, "module", model)
     device, count = noisy.device, len(noisy)
     rates = batch["rate"].tolist()
@@ -138,7 +183,7 @@ def call_model(
         audio_hidden_states=audio.to(device, settings.dtype),
         encoder_hidden_states=batch["text"].to(device, settings.dtype),
         audio_encoder_hidden_states=batch["audio_text"].to(device, settings.dtype),
-        timestep=timestep[:, None] * free_tokens(grid).to(device)[None, :, 0],
+        timestep=timestep[:, None] * free_tokens(grid, settings.flow.given).to(device)[None, :, 0],
         audio_timestep=unknown,
         sigma=timestep,
         audio_sigma=unknown,
@@ -155,7 +200,7 @@ def call_model(
     return video.float()
 
 
-def training_loss(
+def sample_losses(
     model: torch.nn.Module,
     settings: Settings,
     batch: Batch,
@@ -163,7 +208,7 @@ def training_loss(
     device: torch.device,
     teacher: torch.nn.Module | None = None,
 ) -> torch.Tensor:
-    """Mean squared error of the model's output over the tokens to be generated.
+    """(B,): mean squared error of the model's output over the tokens to be generated, for each sample of the batch.
 
     Against ``x_0`` or the velocity, whichever the output is read as; the first is the second weighted by sigma squared.
     Or against what ``teacher`` makes of the same inputs.
@@ -173,31 +218,36 @@ def training_loss(
     clean = pack_tokens(batch["latents"]).float().to(device)
     sigma = draw_noise_levels(settings.flow, len(clean), clean.shape[1], generator).to(device)
     noise = torch.randn(clean.shape, generator=generator).to(device)
-    free = free_tokens(grid).to(device)
+    free = free_tokens(grid, settings.flow.given).to(device)
     level = sigma[:, None, None] * free
     noisy = (1 - level) * clean + level * noise
-    before_audio = generator.get_state()
-    output = call_model(model, settings, noisy, sigma, batch, grid, generator)
     target = clean if settings.flow.prediction == "x0" else noise - clean
     if teacher is not None:
-        generator.set_state(before_audio)
+        before_audio = generator.get_state()
         with torch.no_grad():
             target = call_model(teacher, settings, noisy, sigma, batch, grid, generator)
-    return ((output - target).square() * free).sum() / (free.sum() * clean.shape[0] * clean.shape[2])
+        generator.set_state(before_audio)
+    output = call_model(model, settings, noisy, sigma, batch, grid, generator)
+    return ((output - target).square() * free).sum((1, 2)) / (free.sum() * clean.shape[2])
+
+
+def training_loss(*arguments: Any) -> torch.Tensor:
+    """The mean of `sample_losses`, which takes the same arguments."""
+    return sample_losses(*arguments).mean()
 
 
 @torch.no_grad()
 def sample(
     model: torch.nn.Module, settings: Settings, batch: Batch, *, steps: int, seed: int, device: torch.device
 ) -> torch.Tensor:
-    """Generate latents (B, C, F, H, W), float32 on the CPU, from the first latent frame of ``batch``.
+    """Generate latents (B, C, F, H, W), float32 on the CPU, from the first latent frame of ``batch`` where it is given.
 
     Euler steps from noise level 1 to 0; the same seed gives the same noise on every device.
     """
     generator = torch.Generator().manual_seed(seed)
     grid = tuple(batch["latents"].shape[2:])
     given = pack_tokens(batch["latents"]).float().to(device)
-    free = free_tokens(grid).to(device)
+    free = free_tokens(grid, settings.flow.given).to(device)
     levels = shifted(torch.linspace(1, 0, steps + 1), shift_of(settings.flow, given.shape[1])).tolist()
     x = torch.where(free > 0, torch.randn(given.shape, generator=generator).to(device), given)
     for now, after in zip(levels[:-1], levels[1:], strict=True):

@@ -4,7 +4,7 @@ A codec turns frames, uint8 (F, 3, H, W), into latents, float32 (C, F', H', W'),
 
 - `SpaceToDepth`: every ``patch`` x ``patch`` square becomes one latent pixel of ``3 patch^2`` channels, with the values
   ``(byte - mean) / std``. No weights, and the bytes come back exactly.
-- `VideoVAE`: LTX-2's own.
+- `VideoVAE`: LTX-2's own; `WanVAE`: Wan's.
 
 The cache is one safetensors file a clip (latents, text embeddings, text mask), written once; the VAE's encoder and the
 text encoder run for missing files only.
@@ -82,7 +82,7 @@ class VideoVAE:
         self.fingerprint = f"vae/{fingerprint}"
 
     def encode(self, frames: torch.Tensor) -> torch.Tensor:
-        space, time = self.vae.spatial_compression_ratio, self.vae.temporal_compression_ratio
+        space, time = self._compression()
         count, _, height, width = frames.shape
         if (count - 1) % time or height % space or width % space:
             raise RecipeError(
@@ -93,19 +93,40 @@ class VideoVAE:
         with torch.no_grad():
             z = self.vae.encode(pixels.to(self.vae.device, self.vae.dtype)).latent_dist.mode()[0].float()
         mean, std = self._statistics(z)
-        return ((z - mean) * self.vae.config.scaling_factor / std).cpu()
+        return ((z - mean) / std).cpu()
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         z = latents.to(self.vae.device, torch.float32)
         mean, std = self._statistics(z)
-        z = (z * std / self.vae.config.scaling_factor + mean).to(self.vae.dtype)[None]
-        timestep = torch.zeros(1, device=z.device, dtype=z.dtype) if self.vae.config.timestep_conditioning else None
         with torch.no_grad():
-            pixels = self.vae.decode(z, timestep, return_dict=False)[0][0]
+            pixels = self._decode((z * std + mean).to(self.vae.dtype)[None])[0]
         return (pixels.float().permute(1, 0, 2, 3) / 2 + 0.5).clamp(0, 1).cpu()
 
+    def _compression(self) -> tuple[int, int]:
+        """Pixels a latent pixel, in space and time."""
+        return self.vae.spatial_compression_ratio, self.vae.temporal_compression_ratio
+
     def _statistics(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(v.to(like)[:, None, None, None] for v in (self.vae.latents_mean, self.vae.latents_std))
+        mean, std = (v.to(like)[:, None, None, None] for v in (self.vae.latents_mean, self.vae.latents_std))
+        return mean, std / self.vae.config.scaling_factor
+
+    def _decode(self, z: torch.Tensor) -> torch.Tensor:
+        timestep = torch.zeros(1, device=z.device, dtype=z.dtype) if self.vae.config.timestep_conditioning else None
+        return self.vae.decode(z, timestep, return_dict=False)[0]
+
+
+class WanVAE(VideoVAE):
+    """Wan's VAE (an ``AutoencoderKLWan``): ``(z - mean) / std`` of the posterior's mode."""
+
+    def _compression(self) -> tuple[int, int]:
+        return self.vae.config.scale_factor_spatial, self.vae.config.scale_factor_temporal
+
+    def _statistics(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = (self.vae.config.latents_mean, self.vae.config.latents_std)
+        return tuple(torch.tensor(part).to(like)[:, None, None, None] for part in parts)
+
+    def _decode(self, z: torch.Tensor) -> torch.Tensor:
+        return self.vae.decode(z, return_dict=False)[0]
 
 
 def pack_tokens(latents: torch.Tensor) -> torch.Tensor:
@@ -252,8 +273,8 @@ def seeded(*parts: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def loader(paths: Sequence[Path], batches: StepBatches, workers: int) -> DataLoader:
-    """Micro-batches of cached clips, stacked."""
+def loader(samples: Dataset, batches: StepBatches, workers: int) -> DataLoader:
+    """Micro-batches of samples, stacked."""
     # Without a generator of its own a loader draws a seed from torch's global one each time it starts, so a resumed run
     # would be one draw ahead.
-    return DataLoader(LatentDataset(paths), batch_sampler=batches, num_workers=workers, generator=torch.Generator())
+    return DataLoader(samples, batch_sampler=batches, num_workers=workers, generator=torch.Generator())

@@ -31,11 +31,17 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+# diffusers' class of a family's transformer.
+FAMILIES = {"ltx2": "LTX2VideoTransformer3DModel", "wan": "WanTransformer3DModel"}
+
+
 class TinyModel(Section):
-    """A randomly initialised LTX-2: tiny as a rule, and of any size.
+    """A randomly initialised transformer: tiny as a rule, and of any size.
 
     Attributes:
-        config: arguments of ``LTX2VideoTransformer3DModel``.
+        config: arguments of the family's class, see `FAMILIES`.
+        weights: a safetensors file of an earlier run (``transformer/diffusion_pytorch_model.safetensors`` of a dense
+            one) to start from, instead of random values.
         text_tokens: length of the fixed random text embedding that stands for a caption.
         audio_tokens: zeros that stand for audio.
         init: ``whole`` makes the weights as the class does, in every process; ``shards`` draws each process's own shard
@@ -43,18 +49,21 @@ class TinyModel(Section):
     """
 
     kind: Literal["tiny"]
+    family: Literal["ltx2", "wan"] = "ltx2"
     config: dict[str, Any]
     text_tokens: Annotated[int, Field(ge=1)] = 8
     audio_tokens: Annotated[int, Field(ge=1)] = 4
     init: Literal["whole", "shards"] = "whole"
+    weights: Path | None = None
 
     @model_validator(mode="after")
     def _known_arguments(self) -> TinyModel:
-        from diffusers import LTX2VideoTransformer3DModel
+        import diffusers
 
-        known = [name for name in inspect.signature(LTX2VideoTransformer3DModel.__init__).parameters if name != "self"]
+        model = getattr(diffusers, FAMILIES[self.family])
+        known = [name for name in inspect.signature(model.__init__).parameters if name != "self"]
         wrong = [
-            f"config.{name}: LTX2VideoTransformer3DModel has no such argument{nearest(name, known)}"
+            f"config.{name}: {FAMILIES[self.family]} has no such argument{nearest(name, known)}"
             for name in self.config
             if name not in known
         ]
@@ -64,16 +73,17 @@ class TinyModel(Section):
 
 
 class PretrainedModel(Section):
-    """An LTX-2 in diffusers' folder layout (``transformer/``, ``vae/``, ``text_encoder/``, ...).
+    """A model in diffusers' folder layout (``transformer/``, ``vae/``, ``text_encoder/``, ...).
 
     Attributes:
         path: a folder, or the name of a repository on the Hugging Face hub.
         dtype: of the trained weights.
-        text_length: tokens that a caption is padded to.
+        text_length: tokens that a caption is padded to; 512 for the released Wan models.
         use_cross_timestep: True for LTX-2.3 and newer, see ``LTX2VideoTransformer3DModel.forward``.
     """
 
     kind: Literal["pretrained"]
+    family: Literal["ltx2", "wan"] = "ltx2"
     path: str
     revision: str | None = None
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -169,12 +179,15 @@ class Flow(Section):
     """Flow matching: ``x_t = (1 - sigma) x_0 + sigma * noise``.
 
     Attributes:
+        given: what a sample starts from: the clean first frame (LTX-2's image to video, Wan 2.2's TI2V), or nothing
+            (text to video).
         prediction: what the model's output is read as, ``x_0`` or the velocity ``noise - x_0``.
         sigmas: distribution of the noise levels in training.
         shift: ``s * t / (1 + (s - 1) * t)`` is applied to every noise level; ``ltx2`` takes s from the token count.
         sigma_min: smallest noise level in training.
     """
 
+    given: Literal["first_frame", "nothing"] = "first_frame"
     prediction: Literal["x0", "velocity"]
     sigmas: Literal["uniform", "logit_normal"] = "uniform"
     shift: Annotated[float, Field(gt=0)] | Literal["ltx2"] = 1.0
@@ -192,7 +205,9 @@ class Train(Section):
             its value.
         ema_decay: of the averaged weights that are validated and deployed; 0 for none.
         target: what the output is trained towards: the data, or what a ``teacher`` predicts (distillation), a frozen
-            copy of the model as it was loaded, which is never quantized.
+            copy of the model as it was loaded, which is never quantized. With ``lora`` it is the frozen base itself,
+            without adapters and dense for that one call: no copy.
+        compile: compile the repeated blocks (`torch.compile`) for training; sampling runs them eagerly.
         optimizer: AdamW with float32 moments, or with 8-bit ones: torchao's (anywhere) or bitsandbytes' (one GPU).
     """
 
@@ -210,6 +225,7 @@ class Train(Section):
     target: Literal["data", "teacher"] = "data"
     optimizer: Literal["adamw", "adamw8bit", "bitsandbytes8bit"] = "adamw"
     gradient_checkpointing: bool = False
+    compile: bool = False
     mixed_precision: Literal["no", "bf16"] = "no"
     device: Literal["auto", "cpu"] = "auto"
     threads: Annotated[int, Field(ge=1)] | None = None
@@ -319,6 +335,8 @@ class Recipe(Section):
                     raise ValueError(
                         f"data.{side} {getattr(self.data, side)} is not a multiple of data.patch {self.data.patch}"
                     )
+        if self.model.kind == "tiny" and self.model.init == "shards" and self.model.weights is not None:
+            raise ValueError("model.weights is read whole and model.init shards never holds a whole model: drop one")
         if self.model.kind == "tiny" and self.model.init == "shards" and self.parallel.sharding != "fsdp2":
             raise ValueError("model.init shards needs parallel.sharding fsdp2: without it there are no shards")
         if self.train.optimizer == "bitsandbytes8bit" and self.parallel.sharding == "fsdp2":
@@ -460,6 +478,8 @@ def _resolved(recipe: Recipe, folder: Path) -> Recipe:
         except PlanError as error:
             raise RecipeError(f"quantization.profile: {error}") from error
         update["quantization"] = recipe.quantization.model_copy(update={"profile": profile})
-    if recipe.model.kind == "pretrained" and (folder / Path(recipe.model.path).expanduser()).exists():
+    if recipe.model.kind == "tiny":
+        update["model"] = recipe.model.model_copy(update={"weights": absolute(recipe.model.weights)})
+    elif (folder / Path(recipe.model.path).expanduser()).exists():
         update["model"] = recipe.model.model_copy(update={"path": str(absolute(Path(recipe.model.path)))})
     return recipe.model_copy(update=update)

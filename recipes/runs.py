@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import sys
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from flow import Batch, Settings
 from latents import Codec
 from recipe import Recipe, RecipeError
 from sharding import load_state, save_state
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
 # What a fresh run replaces in a folder that an earlier run left.
@@ -25,10 +29,15 @@ _RUN_FILES = (
     "metrics.jsonl",
     "checkpoints",
     "reports",
+    "environment.json",
     "tensorboard",
     "transformer",
     "transformer-nvfp4",
 )
+
+
+class OutOfTime(Exception):
+    """A run stopped at its time limit, after writing a checkpoint to continue from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +47,9 @@ class Run:
     Attributes:
         dense: train without quantization.
         output: the run's folder.
-        cached: cache file of every clip.
+        samples: what is trained on: by index a dict of tensors, ``latents`` (C, F, H, W) and what a text encoder gives.
         truth: ground truth of the validation clips: batch of one, frames in [0, 1], frames a second.
+        deadline: of `time.monotonic`, when training stops and leaves a checkpoint; None for no limit.
         replica, replicas: which share of a step's batch this process has, and how many shares there are. Processes of
             one context share a replica.
     """
@@ -50,8 +60,9 @@ class Run:
     accelerator: Accelerator
     settings: Settings
     codec: Codec
-    cached: list[Path]
+    samples: Dataset
     truth: list[tuple[Batch, torch.Tensor, float]]
+    deadline: float | None = None
     replica: int = 0
     replicas: int = 1
 
@@ -175,6 +186,27 @@ def _discard(folder: Path) -> None:
     if folder.exists():
         folder.rename(doomed)
         shutil.rmtree(doomed)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a run ran on: versions, device, processes, command line."""
+    packages = {}
+    for name in ("qatpatch", "torch", "triton", "diffusers", "transformers", "accelerate", "peft", "safetensors", "av"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    packages["torch"] = torch.__version__  # with its build
+    cuda = device.type == "cuda"
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": packages,
+        "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU",
+        "capability": "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if cuda else None,
+        "cuda": torch.version.cuda if cuda else None,
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "threads": torch.get_num_threads(),
+        "command": sys.argv,
+    }
 
 
 def write_text(path: Path, text: str) -> None:

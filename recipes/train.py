@@ -13,7 +13,8 @@ What is left in the output folder: ``index.html`` (everything at one glance), ``
 ``curves.png``, ``metrics.jsonl``, ``tensorboard/``, ``reports/`` (patch, swap, deploy), ``scores.json``,
 ``checkpoints/``, and ``transformer-nvfp4/``, the packed model.
 
-Exit status: 0; 1 when the recipe's gate is missed; 2 for a recipe or model that cannot be used.
+Exit status: 0; 1 when the recipe's gate is missed; 2 for a recipe or model that cannot be used; 3 when ``--minutes``
+were over before the last step, for ``--resume`` to continue.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ try:
     import yaml
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
-    from adapters import add_adapters, merge_adapters
+    from adapters import Base, add_adapters, merge_adapters
     from clips import read_clip, write_video
     from context import enable_context_parallel
     from diffusers.training_utils import EMAModel
@@ -63,7 +64,16 @@ try:
     )
     from optimizers import build_optimizer, clip_gradients, set_rate
     from recipe import Recipe, RecipeError, load_recipe
-    from runs import Run, claim_folder, find_checkpoint, load_checkpoint, save_checkpoint, write_report, write_text
+    from runs import (
+        OutOfTime,
+        Run,
+        claim_folder,
+        find_checkpoint,
+        load_checkpoint,
+        save_checkpoint,
+        write_report,
+        write_text,
+    )
     from scores import MetricLog, Scores, read_log, table
     from sharding import materialise, shard, state_on_the_cpu, whole_weights
     from torch.distributed.device_mesh import init_device_mesh
@@ -88,6 +98,9 @@ def main(argv: list[str] | None = None) -> int:
         rows, samples = finish(run, model)
         failures = conclude(run, rows, samples, before, options, time.monotonic() - began)
         run.accelerator.end_training()
+    except OutOfTime as stop:
+        print(stop)
+        return 3
     except (RecipeError, qatpatch.PlanError, qatpatch.KernelUnavailable, qatpatch.CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -106,6 +119,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="DIR", help="the run's folder, instead of the recipe's")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="continue a run's last checkpoint, or the one named")
     parser.add_argument("--overwrite", action="store_true", help="replace an unfinished run in the output folder")
+    parser.add_argument("--minutes", type=float, metavar="M", help="stop training after M minutes, with a checkpoint")
     parser.add_argument("--steps", type=int, metavar="N", help="short for --set train.steps=N")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, as in train.learning_rate=1e-3"
@@ -178,7 +192,8 @@ def prepare(options: argparse.Namespace) -> tuple[Run, Path | None]:
         accelerator=accelerator,
         settings=Settings.of(recipe),
         codec=codec,
-        cached=cached,
+        samples=LatentDataset(cached),
+        deadline=None if options.minutes is None else time.monotonic() + 60 * options.minutes,
         truth=truth,
         replica=accelerator.process_index // context,
         replicas=processes // context,
@@ -205,7 +220,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     parameters: list[torch.nn.Parameter]
     ema: EMAModel | None
-    teacher: torch.nn.Module | None
+    teacher: torch.nn.Module | Base | None
     first: int
     before: list[Sample]
 
@@ -214,7 +229,7 @@ def start(run: Run, resume: Path | None) -> Training:
     """Build the model, patch it, spread it over the processes, and bring it to where the checkpoint was."""
     recipe, options, accelerator = run.recipe, run.recipe.train, run.accelerator
     teacher = None
-    if options.target == "teacher":
+    if options.target == "teacher" and recipe.lora is None:
         teacher = spread(run, build_transformer(recipe).eval().requires_grad_(False), teaches=True)
     inner = build_transformer(recipe)
     check_fit(recipe, inner, run.truth[0][0])
@@ -227,8 +242,10 @@ def start(run: Run, resume: Path | None) -> Training:
         run.say("patch", f"{share} and {len(report.attentions)} attentions, scheme {report.scheme}")
 
     if recipe.lora is not None:
-        add_adapters(inner, recipe.lora)
+        add_adapters(inner, recipe.lora, recipe.seed)
         count = sum(parameter.numel() for parameter in inner.parameters() if parameter.requires_grad)
+        if options.target == "teacher":
+            teacher = Base(inner)
         run.say("lora", f"{count / 1e6:.2f} M parameters are trained, of rank {recipe.lora.rank}")
     model = spread(run, inner)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -236,6 +253,11 @@ def start(run: Run, resume: Path | None) -> Training:
     # All at once is faster, and holds every weight once more.
     ema = EMAModel(parameters, decay=options.ema_decay, foreach=not run.sharded) if options.ema_decay else None
     before, _ = validate(run, model)
+    if options.compile:
+        # The first step would tell them, and each graph would be compiled twice.
+        record_dtype(run, inner)
+        for whole in {inner, getattr(teacher, "module", teacher)} - {None}:
+            whole.compile_repeated_blocks()
     step = 0
     if resume:
         step = load_checkpoint(resume, inner, optimizer, ema)
@@ -284,7 +306,7 @@ def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]
     log = MetricLog(run.output / "metrics.jsonl", after=first - 1) if accelerator.is_main_process else None
     accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first}})
     order = StepBatches(
-        clips=len(run.cached),
+        clips=len(run.samples),
         batch_size=options.batch_size,
         seed=recipe.seed,
         first=(first - 1) * options.accumulate,
@@ -292,10 +314,18 @@ def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]
         rank=run.replica,
         world=run.replicas,
     )
-    batches = iter(loader(run.cached, order, recipe.data.workers))
-    # On a terminal a bar; in a log file the lines of the validations are enough.
-    hidden = None if accelerator.is_main_process else True
-    bar = tqdm(total=options.steps, initial=first - 1, desc="training", unit="step", disable=hidden)
+    batches = iter(loader(run.samples, order, recipe.data.workers))
+    # On a terminal a bar; in a log file a line now and then.
+    terminal = sys.stderr.isatty()
+    bar = tqdm(
+        total=options.steps,
+        initial=first - 1,
+        desc="training",
+        unit="step",
+        disable=not accelerator.is_main_process,
+        file=sys.stderr if terminal else sys.stdout,
+        mininterval=0.1 if terminal else 20,
+    )
     began = time.monotonic()
 
     for step in range(first, options.steps + 1):
@@ -334,10 +364,14 @@ def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]
         accelerator.log(row, step=step)
         if log is not None:
             log.write(step, **row)
-        if recipe.checkpoint.every and (last or step % recipe.checkpoint.every == 0):
+        late = not last and out_of_time(run)
+        if late or (recipe.checkpoint.every and (last or step % recipe.checkpoint.every == 0)):
             save_checkpoint(run, step, training.inner, optimizer, ema)
         bar.set_postfix(loss=f"{row['loss']:.4f}", refresh=False)
         bar.update()
+        if late:
+            bar.close()
+            raise OutOfTime(f"stopped after step {step} of {options.steps}; --resume {run.output} continues")
 
     bar.close()
     if ema is not None:
@@ -346,6 +380,15 @@ def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]
     model.zero_grad(set_to_none=True)
     accelerator.free_memory()
     return accelerator.unwrap_model(model, keep_fp32_wrapper=False), training.before
+
+
+def out_of_time(run: Run) -> bool:
+    """Whether any process is past its deadline."""
+    if run.deadline is None:
+        return False
+    if time.monotonic() > run.deadline:
+        run.accelerator.set_trigger()
+    return run.accelerator.check_trigger()
 
 
 def stage_of(run: Run, model: torch.nn.Module, step: int) -> AbstractContextManager[Any]:
@@ -444,7 +487,7 @@ def unsharded(run: Run, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.
     with torch.device("meta"):
         whole = transformer_class(run.recipe).from_config(model.config)
         if run.recipe.lora is not None:
-            add_adapters(whole, run.recipe.lora)
+            add_adapters(whole, run.recipe.lora, run.recipe.seed)
     whole.load_state_dict({n: weights.pop(n).to(dtype, copy=True) for n in list(weights)}, assign=True)
     if not run.dense:
         qatpatch.apply(whole, **run.recipe.quantization.arguments())

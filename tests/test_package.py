@@ -26,15 +26,15 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # lies in qatpatch/kernels.
 LEVELS = (
     ("errors",),
-    ("autocast",),
+    ("autocast", "tensor_files", "key_names"),
     ("nvfp4",),
     ("kernels",),
     ("straight_through",),
     ("recomputation", "reuse"),
     ("switch",),
     ("parallel",),
-    ("linear_state",),
-    ("linear", "attention", "masks"),
+    ("linear_state", "formats"),
+    ("linear", "attention", "masks", "stored_models"),
     ("packed_linear",),
     ("profiles",),
     ("dispatch",),
@@ -46,14 +46,17 @@ LEVELS = (
     ("patch",),
     ("swap",),
     ("deployment", "checkpoint", "calibration", "coverage", "damage"),
+    ("live_models", "inspection"),
+    ("exporting",),
     ("__init__",),
     ("doctor",),
+    ("cli",),
     ("__main__",),
 )
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 
 # None of these may come with `import qatpatch`: each costs seconds, or is missing on some machine.
-NOT_AT_IMPORT = ("diffusers", "transformers", "triton", "flashinfer", "accelerate")
+NOT_AT_IMPORT = ("diffusers", "transformers", "triton", "flashinfer", "accelerate", "typer", "rich")
 IMPORT_SECONDS = 0.2
 
 # Prints what `import qatpatch` adds to a process that has torch: the seconds, then the modules.
@@ -120,8 +123,9 @@ def test_changelog_has_the_version():
     assert re.search(rf"^## {re.escape(qatpatch.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
-def test_readme_runs_as_printed(tmp_path):
-    script = "\n".join(python_blocks(ROOT / "README.md"))
+@pytest.mark.parametrize("page", ["README.md", "docs/formats-elsewhere.md"])
+def test_pages_run_as_printed(page, tmp_path):
+    script = "\n".join(python_blocks(ROOT / page))
     # The subprocess runs elsewhere, for what the snippet saves; this checkout goes in front of its path.
     script = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{script}"
     run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)

@@ -339,6 +339,7 @@ class AnyOrder(RuleBasedStateMachine):
         except RuntimeError as error:
             self.expect_uncalibrated(error)
             return
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         self.trained = True

@@ -222,7 +222,7 @@ def test_batches_are_stacked(tmp_path):
     clips = [Clip(file=str(tmp_path / "gray.mp4"), start=i) for i in range(5)]
     paths = cache_clips(data_of(clips), tmp_path / "cache", SpaceToDepth(16), "t", text_encoder([]))
     dataset = LatentDataset(paths)
-    for batch, indices in zip(loader(paths, batches(), 0), batches(), strict=True):
+    for batch, indices in zip(loader(LatentDataset(paths), batches(), 0), batches(), strict=True):
         assert batch["latents"].shape == (2, 768, 3, 2, 3)
         assert torch.equal(batch["latents"][1], dataset[indices[1]]["latents"])
 

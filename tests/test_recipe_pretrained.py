@@ -185,8 +185,8 @@ def test_the_cache_holds_what_the_pipeline_computes(tmp_path, pipeline_folder):
 
     recipe = load_recipe(write_recipe(tmp_path, pipeline_folder))
     run, _ = train.prepare(train.parse([str(tmp_path / "real.yaml")]))
-    cached = load_file(run.cached[0])
-    assert run.cached[0].parent == tmp_path / "cache"
+    cached = load_file(run.samples.paths[0])
+    assert run.samples.paths[0].parent == tmp_path / "cache"
     pipe = LTX2ImageToVideoPipeline.from_pretrained(pipeline_folder, audio_vae=None, vocoder=None)
     embeddings, mask, _, _ = pipe.encode_prompt(
         CAPTION, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH

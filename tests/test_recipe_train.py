@@ -136,6 +136,52 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
     assert any(not torch.equal(before[name], one["model"][name]) for name in before)
 
 
+def test_a_run_out_of_time_leaves_a_checkpoint_and_continues_with_the_same_bits(tmp_path, capsys):
+    recipe = write_recipe(tmp_path, validation=dict(every=0))
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert train.main([str(recipe), "--output", str(whole)]) == 0
+    assert train.main([str(recipe), "--output", str(stopped), "--minutes", "0"]) == 3
+    assert f"stopped after step 1 of 6; --resume {stopped} continues" in capsys.readouterr().out
+    assert train.main([str(recipe), "--resume", str(stopped), "--minutes", "9"]) == 0
+    assert read_log(whole / "metrics.jsonl") == read_log(stopped / "metrics.jsonl")
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_the_same_and_sampling_runs_them_eagerly(tmp_path, monkeypatch):
+    """With a compiler that keeps eager's operators: the same losses, from graphs that training alone calls."""
+    from diffusers import LTX2VideoTransformer3DModel
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    with monkeypatch.context() as patch:
+        compile_blocks = LTX2VideoTransformer3DModel.compile_repeated_blocks
+        patch.setattr(
+            LTX2VideoTransformer3DModel,
+            "compile_repeated_blocks",
+            lambda model: compile_blocks(model, fullgraph=True, backend=counter),
+        )
+        for output, compiled in (("eager", False), ("compiled", True)):
+            recipe = write_recipe(tmp_path, train=dict(steps=2, compile=compiled), validation=dict(every=1))
+            assert train.main([str(recipe), "--output", str(tmp_path / output)]) == 0
+            assert counter.frame_count == compiled
+    one, two = (read_log(tmp_path / output / "metrics.jsonl") for output in ("eager", "compiled"))
+    assert one[0]["loss"] == two[0]["loss"]
+    # Compiled graphs give zeros where eager gives no gradient, and the norm's sum is in another order.
+    assert one[1]["loss"] == pytest.approx(two[1]["loss"], rel=1e-5)
+
+
+def test_a_run_may_start_from_the_weights_of_another(tmp_path, capsys):
+    recipe = write_recipe(tmp_path, train=dict(steps=2), validation=dict(every=0))
+    assert train.main([str(recipe), "--dense"]) == 0
+    file = tmp_path / "run-dense" / "transformer" / "diffusion_pytorch_model.safetensors"
+    start = train.build_transformer(load_recipe(recipe, {"model.weights": str(file)}))
+    assert_same(dict(start.state_dict()), load_file(file))
+    assert train.main([str(recipe), "--set", f"model.weights={file}", "--set", "model.config.num_layers=2"]) == 2
+    assert "cannot be read into the model that model.config describes" in capsys.readouterr().err
+    assert train.main([str(recipe), "--set", "model.weights=none.safetensors"]) == 2
+    assert "none.safetensors" in capsys.readouterr().err
+
+
 def test_the_averaged_weights_follow_the_formula_and_are_what_is_packed(tmp_path):
     """Shadow and trained weights after each step, from checkpoints; diffusers' decay min(0.2, (1 + t) / (10 + t))."""
     recipe = write_recipe(
