@@ -44,6 +44,7 @@ _PUBLIC = {
     "report": "patch",
     "reuse_weights": "swap",
     "save": "checkpoint",
+    "sensitivity": "damage",
     "stage": "swap",
 }
 

@@ -152,7 +152,7 @@ def unsupported_reason(module: nn.Module) -> str | None:
 
 def is_attention(module: nn.Module) -> bool:
     """Whether ``module`` is an attention layer with a processor, diffusers' convention."""
-    return callable(getattr(module, "processor", None)) and hasattr(module, "heads")
+    return callable(getattr(module, "processor", None)) and (hasattr(module, "heads") or hasattr(module, "num_heads"))
 
 
 def is_patched_attention(module: nn.Module) -> bool:
@@ -172,8 +172,8 @@ def head_dim(module: nn.Module) -> int:
             return getattr(module, name)
     inner = getattr(module, "inner_dim", None)
     if not isinstance(inner, int):
-        inner = module.to_q.out_features
-    return inner // module.heads
+        inner = getattr(module, "to_q" if hasattr(module, "to_q") else "to_query").out_features
+    return inner // (module.heads if hasattr(module, "heads") else module.num_heads)
 
 
 def attach(module: nn.Module, scheme: str, switch: Switch) -> None:
@@ -241,7 +241,9 @@ def _registered(mode: str, scheme: str, kernel: str | None, unmasked: bool) -> A
             dense = running.state.dense_backend
             out = dispatch_attention_fn(*arguments, backend=dense, parallel_config=_parallel_config)
         else:
-            refuse_unsupported(dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
+            # Flex attention's BlockMask comes this way too.
+            block_mask = type(attn_mask).__name__ if not isinstance(attn_mask, torch.Tensor | None) else None
+            refuse_unsupported(dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa, attn_mask=block_mask)
             group, name = _ulysses_group(_parallel_config), kernel
             # What a rank saw of the masks may not be all: with a shared sequence they are honoured.
             dropped = unmasked and group is None

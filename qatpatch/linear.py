@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from qatpatch import kernels, nvfp4
+from qatpatch import kernels
 from qatpatch.autocast import autocast_dtype, without_autocast
 from qatpatch.kernels import ops
 from qatpatch.linear_state import LinearSettings, LinearState, cast, check_dtypes, differentiated
@@ -151,6 +151,14 @@ class _QATLinear(torch.autograd.Function):
         return dx, dw, db, None, None, None, None, None, None
 
 
+def _observe(state: LinearState, x: torch.Tensor) -> None:
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "a forward inside qatpatch.calibrate is being compiled, and so cannot be observed; run it eagerly"
+        )
+    state.calibration(x)
+
+
 def _dense(operand: torch.Tensor, scale: torch.Tensor, ctx: Any) -> torch.Tensor:
     """The dequantized values of a GEMM operand, in the compute dtype."""
     if kernels.kernel_named(ctx.kernel).folded(ctx.settings.global_scale, ctx.dtype):
@@ -188,8 +196,8 @@ class QATLinear(nn.Linear):
         check_dtypes(x.dtype, weight_dtype, autocast)
         source, x, weight = x, cast(x, dtype), cast(weight, dtype)
         bias = None if bias is None else cast(bias, dtype)
-        if state.calibration is not None and not torch.compiler.is_compiling():
-            state.calibration(nvfp4.finite_amax(x))
+        if state.calibration is not None:
+            _observe(state, x)
         kernel = state.kernel("train", device)
         arguments = (
             x,

@@ -69,7 +69,7 @@ class LinearState:
         group: what the layers that are called with the same input have in common (`reuse.input_group`), or None.
         deploy_kernel: the kernel to deploy with, by name or ``"native"``; None: the first usable one.
         trained_dtype: compute dtype of the last forward that counts as training (or, before one, under autocast).
-        calibration: largest input magnitudes seen, float32 (); None outside `calibrate`.
+        calibration: is shown every input, in the compute dtype; None outside `calibrate`.
     """
 
     def __init__(self, settings: LinearSettings, switch: Switch | None = None, group: str | None = None) -> None:

@@ -287,7 +287,12 @@ def _accept(walk: _Walk, unit: Unit, *, refine_only: bool) -> None:
         return
     if unit.kind == "attention":
         walk.attentions[unit.name] = Action(
-            name=unit.name, paths=unit.paths, kind="attention", scheme=scheme, kernel=kernel.name, note=unit.note
+            name=unit.name,
+            paths=unit.paths,
+            kind="attention",
+            scheme=scheme,
+            kernel=kernel.name,
+            note=_attention_note(unit, scheme),
         )
         return
     settings = LinearSettings(
@@ -318,6 +323,16 @@ def _linear_note(unit: Unit) -> str:
         rows = [row for row in kernels.TABLE if row.op == "linear" and row.native]
         notes += [f"no kernel {row.name}: it {reason}" for row in rows if (reason := row.shape_reason(shape))]
     return "; ".join(filter(None, notes))
+
+
+def _attention_note(unit: Unit, scheme: str) -> str:
+    """What a head dimension means: kernels that will not serve it on any GPU."""
+    rows = [row for row in kernels.TABLE if row.op == "attention" and scheme in row.schemes]
+    serving = [row.name for row in rows if not row.head_dims or unit.head_dim in row.head_dims]
+    if not unit.head_dim or len(serving) == len(rows):
+        return unit.note
+    note = f"head dimension {unit.head_dim}, which only {' and '.join(serving)} serves, on GPUs too"
+    return "; ".join(filter(None, (unit.note, note)))
 
 
 def _refuse(walk: _Walk, unit: Unit, reason: str) -> None:
@@ -367,13 +382,16 @@ def _check_counts(walk: _Walk, model: nn.Module) -> list[str]:
                 _report(walk, warnings, f"the model has no blocks under {count.container!r}")
             continue
         for kind, per_block in (("linear", count.linears), ("attention", count.attentions)):
-            found = sum(entry.startswith(f"{kind}:{count.container}.") for entry in walk.counted)
-            if found != per_block * blocks:
+            names = [entry.split(":", 1)[1] for entry in walk.counted if entry.startswith(f"{kind}:{count.container}.")]
+            found = sum(not any(matches(pattern, name) for pattern in count.uncounted) for name in names)
+            fewer = count.last_lacks if kind == "linear" else 0
+            wanted = per_block * blocks - fewer
+            if found != wanted:
+                rule = f"{per_block} a block" + (f", {fewer} fewer in the last" if fewer else "")
                 _report(
                     walk,
                     warnings,
-                    f"{count.container} has {blocks} blocks, so {per_block * blocks} {kind}s must match ({per_block} "
-                    f"a block); {found} do",
+                    f"{count.container} has {blocks} blocks, so {wanted} {kind}s must match ({rule}); {found} do",
                 )
     return warnings
 

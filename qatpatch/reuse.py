@@ -34,7 +34,7 @@ _LIMIT = 1 << 30
 # The projections of one attention that take the same input, as diffusers, transformers and Wan's own code name them.
 _SAME_INPUT = frozenset(
     "to_q to_k to_v add_q_proj add_k_proj add_v_proj to_added_q to_added_k to_added_v "
-    "q_proj k_proj v_proj q k v query key value".split()
+    "q_proj k_proj v_proj to_query to_key to_value q k v query key value".split()
 )
 
 

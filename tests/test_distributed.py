@@ -278,6 +278,36 @@ def test_sharded_weights_train_as_whole_ones(tmp_path):
     together(check_sharded_training, str(tmp_path))
 
 
+def check_calibration(rank):
+    model = torch.nn.ModuleDict({"both": torch.nn.Linear(32, 32), "one": torch.nn.Linear(32, 32)})
+    rules = (qatpatch.Rule(match=("*",), action="linear"),)
+    qatpatch.apply(model, qatpatch.Profile(name="all", rules=rules), input_scale="static", global_scale="amax")
+    inputs = [torch.randn(8, 32, generator=torch.Generator().manual_seed(i)) * (i + 1) for i in range(WORLD)]
+    everything = torch.cat(inputs).abs().flatten().sort().values
+
+    def scales():
+        return [model[name].quantization.settings.static_scale for name in ("both", "one")]
+
+    for percentile, expected in ((100, everything[-1]), (90, everything[460])):  # 461 of 512 are 90 %
+        with qatpatch.calibrate(model, percentile=percentile) as receipt:
+            model["both"](inputs[rank])
+            if rank == 1:
+                model["one"](inputs[rank])
+        assert receipt.ranks == WORLD and receipt.unreached == ()
+        together = torch.tensor(scales())
+        assert float(together[0]) == pytest.approx(float(expected) / 2688, rel=2**-7)
+        dist.broadcast(together, 0)
+        assert together.tolist() == torch.tensor(scales()).tolist()
+    with qatpatch.calibrate(model, across_ranks=False) as receipt:
+        model["both"](inputs[rank])
+    assert receipt.ranks == 1 and receipt.unreached == ("one",)
+    assert scales()[0] == pytest.approx(float(inputs[rank].abs().max()) / 2688, rel=1e-6)
+
+
+def test_calibration_takes_all_ranks_together():
+    together(check_calibration)
+
+
 def check_what_is_refused(rank):
     from context import enable_context_parallel
     from diffusers import ContextParallelConfig

@@ -117,7 +117,7 @@ def test_the_target_picks_the_attention_scheme(target):
 
 
 BAD = [
-    (dict(profile="ltx3"), "no profile 'ltx3'; did you mean 'ltx2'"),
+    (dict(profile="ltx-2"), "no profile 'ltx-2'; did you mean 'ltx2'"),
     (dict(profile="ltx2"), "profile 'ltx2' is for LTX2VideoTransformer3DModel; the model is a WanTransformer3DModel"),
     (dict(profile=3), "profile is a name"),
     (dict(include=("blocks.*.attn3",)), "include='blocks..*.attn3' matches no linear"),

@@ -2,95 +2,210 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import re
+from pathlib import Path
 
 import pytest
 import torch
+from models import tiny_wan, wan_inputs
+from profile_cases import FULL_SIZE, LINEARS, on_meta
+from profile_models import TINY, UNREAD, tiny
 
 import qatpatch
-from qatpatch.profiles import LTX2, PROFILES, WAN, find_profile, load_profile, matches
+from qatpatch.profiles import PROFILES, find_profile, load_profile, matches
 
-# Written from the table of layer names, not from the profile.
-LTX2_LINEARS = re.compile(
-    r"^transformer_blocks\.\d+\.(attn1\.(to_q|to_k|to_v|to_out\.0)|attn2\.(to_q|to_out\.0)|audio_to_video_attn\.(to_q|to_out\.0)"
-    r"|video_to_audio_attn\.(to_k|to_v)|ff\.net\.(0\.proj|2))$"
-)
-WAN_LINEARS = re.compile(
-    r"^(vace_)?blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ffn\.net\.(0\.proj|2))$|^face_adapter\.\d+\.to_(q|k|v|out)$"
-)
+ROOT = Path(__file__).resolve().parent.parent
 
 
-def on_meta(name: str, **config):
-    import diffusers
-
-    with torch.device("meta"):
-        return getattr(diffusers, name)(**config)
+def linears_of(model):
+    return {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
 
 
-LTX23 = dict(
-    gated_attn=True,
-    audio_gated_attn=True,
-    cross_attn_mod=True,
-    audio_cross_attn_mod=True,
-    perturbed_attn=True,
-)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {**LTX23, "use_prompt_adaln_single": True},
-        {**LTX23, "ff_bias": False, "use_keyframes_abs_pos_embedding": True},
-    ],
-    ids=["2.0", "2.3", "2.5"],
-)
-def test_full_size_ltx2_counts(config):
-    model = on_meta("LTX2VideoTransformer3DModel", **config)
+@pytest.mark.parametrize("case", FULL_SIZE, ids=lambda case: case.title)
+def test_full_size_counts(case):
+    model = on_meta(case.cls, case.config)
     plan = qatpatch.build_plan(model)
-    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    assert plan.profile == "ltx2"
-    assert set(plan.linears) == {name for name in linears if LTX2_LINEARS.match(name)}
-    assert len(plan.linears) == 576
+    linears = linears_of(model)
+    assert round(plan.total_parameters / 1e9, 2) == case.billions
+    assert plan.profile == case.profile
+    assert set(plan.linears) == {name for name in linears if LINEARS[case.profile].fullmatch(name)}
+    assert (len(plan.linears), len(plan.attentions)) == (case.linears, case.attentions)
+    assert linears - set(plan.linears) <= set(plan.skipped)
+    assert all(reason.endswith(".") and len(reason.split()) >= 5 for reason in plan.skipped.values())
+    # The kernels that are not the reference serve every attention.
+    assert not any(action.note for action in plan.attentions.values())
+
+
+def test_every_profile_has_a_full_size_case_and_a_tiny_one():
+    assert {case.profile for case in FULL_SIZE} == set(PROFILES) == set(LINEARS)
+    classes = {cls for profile in PROFILES.values() for cls in profile.models}
+    assert {case.cls for case in FULL_SIZE} == classes
+    # LTX-2 and Wan have test files of their own, and Wan Animate 2 trains on the flex backend alone.
+    elsewhere = {"LTX2VideoTransformer3DModel", "WanAnimate2Transformer3DModel"}
+    assert {cls for cls, _, _ in TINY.values()} == classes - elsewhere
+
+
+def test_ltx2_stages_and_attentions():
+    plan = qatpatch.build_plan(on_meta("LTX2VideoTransformer3DModel", {}))
     assert set(plan.attentions) == {f"transformer_blocks.{i}.attn{j}" for i in range(48) for j in (1, 2)}
-    assert plan.parameters == pytest.approx(0.68, abs=0.005)
     refine = {name.split(".", 2)[2] for name, action in plan.linears.items() if action.settings.refine_only}
     assert refine == {"audio_to_video_attn.to_q", "video_to_audio_attn.to_k", "video_to_audio_attn.to_v"}
     assert sum(action.settings.refine_only for action in plan.linears.values()) == 144
-    assert set(plan.skipped) == (linears - set(plan.linears)) | {
-        f"transformer_blocks.{i}.{name}"
-        for i in range(48)
-        for name in ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+    dense = {
+        name for name, reason in plan.skipped.items() if name.endswith("_attn") or name[:-1].endswith("audio_attn")
     }
-    assert all(reason.endswith(".") and len(reason.split()) >= 5 for reason in plan.skipped.values())
+    assert len(dense) == 4 * 48
 
 
-T2V_13B = dict(num_attention_heads=12, ffn_dim=8960, num_layers=30)
-I2V_14B = dict(in_channels=36, image_dim=1280, added_kv_proj_dim=5120)
-TI2V_5B = dict(num_attention_heads=24, ffn_dim=14336, num_layers=30, in_channels=48, out_channels=48)
-VACE_13B = dict(num_attention_heads=12, ffn_dim=8960, num_layers=30, vace_layers=list(range(0, 30, 2)))
+def first(output):
+    """The first tensor of a model's output."""
+    output = output[0]
+    return output[0] if isinstance(output, list) else output
+
+
+def run(model, inputs):
+    with torch.no_grad():
+        return first(model(**{**inputs, "return_dict": False}))
+
+
+def gradients(model, inputs):
+    model.zero_grad()
+    first(model(**{**inputs, "return_dict": False})).square().mean().backward()
+    grads = {name: module.weight.grad for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    return {name: grad.clone() for name, grad in grads.items() if grad is not None and grad.any()}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_model_trains_deploys_and_comes_back(name):
+    model, inputs = tiny(name)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    classes = {path: (type(m), type(getattr(m, "processor", None))) for path, m in model.named_modules()}
+    dense, dense_gradients = run(model, inputs), gradients(model, inputs)
+    report = qatpatch.apply(model)
+    assert set(report.linears) == {n for n in linears_of(model) if LINEARS[report.profile].fullmatch(n)}
+
+    # Every patched weight learns, but those whose output the model itself throws away.
+    learned = gradients(model.train(), inputs)
+    assert all(grad.isfinite().all() for grad in learned.values())
+    unread = {n for n in report.linears if re.fullmatch(UNREAD.get(name, "nothing"), n)}
+    assert set(report.linears) - set(learned) == unread == set(report.linears) - set(dense_gradients)
+
+    # Every target runs, and the quantized attention is exactly what the report says.
+    audit = qatpatch.audit(model.eval(), **inputs)
+    assert audit.unreached == () and not audit.stray_weights
+    quantized = {call.module for call in audit.attention_calls if call.kernel != "sdpa"}
+    assert quantized == set(report.attentions)
+
+    out = run(model, inputs)
+    assert 0 < (out - dense).norm() < 0.6 * dense.norm()
+    deployed = copy.deepcopy(model)
+    qatpatch.deploy(deployed)
+    assert torch.equal(run(deployed, inputs), out)
+    qatpatch.remove(model)
+    assert torch.equal(run(model, inputs), dense)
+    assert {path: (type(m), type(getattr(m, "processor", None))) for path, m in model.named_modules()} == classes
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "linears", "attentions"),
+    ("name", "reason"),
     [
-        ("WanTransformer3DModel", T2V_13B, 300, 30),
-        ("WanTransformer3DModel", {}, 400, 40),
-        ("WanTransformer3DModel", I2V_14B, 400, 40),
-        ("WanTransformer3DModel", TI2V_5B, 300, 30),
-        ("WanVACETransformer3DModel", VACE_13B, 450, 45),
-        ("WanVACETransformer3DModel", {}, 480, 48),
-        ("WanAnimateTransformer3DModel", {}, 432, 40),
+        ("cogvideox", "scaled_dot_product_attention itself"),
+        ("mochi", "scaled_dot_product_attention itself"),
+        ("sd3", "scaled_dot_product_attention itself"),
+        ("cosmos", "without a backend of its own"),
     ],
 )
-def test_full_size_wan_counts(name, config, linears, attentions):
-    model = on_meta(name, **config)
+def test_models_without_the_seam_say_so(name, reason):
+    model, _ = tiny(name)
     plan = qatpatch.build_plan(model)
-    names = {n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    assert plan.profile == "wan"
-    assert set(plan.linears) == {n for n in names if WAN_LINEARS.match(n)}
-    assert (len(plan.linears), len(plan.attentions)) == (linears, attentions)
-    assert all(n.endswith(".attn1") for n in plan.attentions)
+    attentions = [path for path, module in model.named_modules() if hasattr(module, "processor")]
+    assert attentions and not plan.attentions
+    assert all(reason in plan.skipped[path] for path in attentions) and reason in str(plan)
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen_image", "hunyuan_video"])
+def test_one_processor_for_all_attentions_is_not_shared_by_the_patch(name):
+    model, inputs = tiny(name)
+    shared = model.transformer_blocks[0].attn.processor
+    for module in model.transformer_blocks:
+        module.attn.processor = shared
+    dense = run(model, inputs)
+    qatpatch.apply(model, exclude=["transformer_blocks.1.attn"])
+    assert model.transformer_blocks[1].attn.processor is shared
+    assert model.transformer_blocks[0].attn.processor is not shared
+    qatpatch.remove(model)
+    assert model.transformer_blocks[0].attn.processor is shared and torch.equal(run(model, inputs), dense)
+
+
+def test_fused_projections_are_refused_by_name():
+    model, _ = tiny("flux")
+    model.fuse_qkv_projections()
+    with pytest.raises(qatpatch.PlanError, match=r"transformer_blocks.0.attn.add_q_proj: fuse_qkv_projections"):
+        qatpatch.build_plan(model)
+    model.unfuse_qkv_projections()
+    qatpatch.build_plan(model)
+
+
+def test_a_head_dimension_that_no_fast_kernel_serves_is_noted():
+    config = dict(TINY["flux"][1], attention_head_dim=32, axes_dims_rope=(8, 12, 12))
+    plan = qatpatch.build_plan(on_meta("FluxTransformer2DModel", config))
+    notes = {action.note for action in plan.attentions.values()}
+    assert notes == {"head dimension 32, which only reference_attention serves, on GPUs too"}
+    assert "only reference_attention" in str(plan)
+
+
+def test_block_masks_are_refused_not_dropped():
+    """Kandinsky 5's long videos: a sparse mask that only flex attention reads."""
+    model, inputs = tiny("kandinsky5")
+    tokens = 2 * 8 * 8
+    sparse = dict(sta_mask=torch.ones(1, 1, tokens // 64, tokens // 64, dtype=torch.bool), P=0.9, to_fractal=False)
+    inputs = {
+        **inputs,
+        "hidden_states": torch.randn(1, 2, 16, 16, 4),
+        "visual_rope_pos": [torch.arange(2), torch.arange(8), torch.arange(8)],
+        "sparse_params": sparse,
+    }
+    qatpatch.apply(model)
+    with pytest.raises(NotImplementedError, match="attn_mask=BlockMask"):
+        run(model, inputs)
+
+
+def test_two_transformers_of_one_pipeline_are_patched_apart():
+    """Wan 2.2 A14B: a transformer for high noise and one for low."""
+    high, low = (tiny_wan(layers=1, seed=seed) for seed in (0, 1))
+    data = wan_inputs(low)
+    before = run(low, data)
+    qatpatch.apply(high)
+    with qatpatch.infer_attention(high):
+        assert torch.equal(run(low, data), before)
+    qatpatch.apply(low)
+    with qatpatch.dense(high):
+        assert not torch.equal(run(low, data), before)
+    assert qatpatch.report(high).linears == qatpatch.report(low).linears
+
+
+def table(page, header):
+    """The rows of the Markdown table that begins with ``header``."""
+    lines = page.split(header, 1)[1].splitlines()[2:]
+    return [
+        [c.strip() for c in line.strip("|").split("|")] for line in itertools.takewhile(lambda x: x[:1] == "|", lines)
+    ]
+
+
+def test_the_page_lists_what_ships():
+    page = (ROOT / "docs" / "profiles.md").read_text()
+    rows = table(page, "| profile | classes | linears | attentions |")
+    assert [row[0] for row in rows] == [f"`{name}`" for name in PROFILES]
+    for name, classes, _, attentions in rows:
+        profile = PROFILES[name.strip("`")]
+        assert re.findall(r"`(\w+)`", classes) == list(profile.models)
+        assert any(rule.action == "attention" for rule in profile.rules) == (not attentions.startswith("none"))
+    rows = table(page, "| model | profile | linears | attentions |")
+    cases = [[case.title, f"`{case.profile}`", str(case.linears), str(case.attentions)] for case in FULL_SIZE]
+    assert rows == cases
 
 
 @pytest.mark.parametrize(
@@ -112,7 +227,7 @@ def test_patterns_match_whole_components(pattern, name, expected):
 
 
 def test_auto_picks_by_class_and_names_what_it_knows():
-    assert find_profile("auto", ["Sub", "WanTransformer3DModel", "Module"]) is WAN
+    assert find_profile("auto", ["Sub", "WanTransformer3DModel", "Module"]) is PROFILES["wan"]
     with pytest.raises(qatpatch.PlanError, match="no profile for Linear.*ltx2.*wan"):
         find_profile("auto", ["Linear"])
     with pytest.raises(qatpatch.PlanError, match="did you mean 'ltx2'"):
@@ -174,7 +289,7 @@ def test_bad_profile_files_name_the_file_and_the_fault(tmp_path, text, message):
 
 
 def test_every_skip_rule_of_the_shipped_profiles_says_why():
-    assert set(PROFILES) == {"ltx2", "wan"} and PROFILES["ltx2"] is LTX2
-    for profile in PROFILES.values():
+    for name, profile in PROFILES.items():
+        assert profile.name == name
         for rule in profile.rules:
             assert bool(rule.reason) == (rule.action == "skip"), rule

@@ -1,4 +1,4 @@
-"""Profiles: which layers of a model are patched, as data.
+"""`Rule`, `Count`, `Profile`: which layers of a model are patched, as data; and reading them from files.
 
 A profile is an ordered tuple of `Rule`s over module names; the first rule that matches a module decides. Names are
 diffusers'. A pattern matches a name that it equals or that lies below it, in whole components (``blocks.1`` never
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -53,11 +52,21 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Count:
-    """Layers that each block of a container must yield: ``linears`` and ``attentions`` a block of ``container``."""
+    """Layers that each block of a container must yield.
+
+    Attributes:
+        container: name of the module that holds the blocks.
+        linears, attentions: a block.
+        last_lacks: linears that the last block has fewer (it need not update the text that nobody reads any more).
+        uncounted: patterns of layers that only some blocks have, so that they cannot be counted.
+        optional: the model may be without such blocks.
+    """
 
     container: str
     linears: int = 0
     attentions: int = 0
+    last_lacks: int = 0
+    uncounted: tuple[str, ...] = ()
     optional: bool = False
 
 
@@ -93,6 +102,8 @@ class Profile:
 
 def matches(pattern: str, name: str) -> bool:
     """Whether ``pattern`` matches ``name`` or one of its parents, in whole components."""
+    if "*" not in pattern:
+        return name == pattern or name.startswith(f"{pattern}.")
     return _expression(pattern).fullmatch(name) is not None
 
 
@@ -100,159 +111,6 @@ def matches(pattern: str, name: str) -> bool:
 def _expression(pattern: str) -> re.Pattern[str]:
     expression = ".*".join(re.escape(part) for part in pattern.split("*"))
     return re.compile(rf"{expression}(\..*)?")
-
-
-_BLOCK = "transformer_blocks.*"
-
-LTX2 = Profile(
-    name="ltx2",
-    models=("LTX2VideoTransformer3DModel",),
-    rules=(
-        Rule(
-            match=(f"{_BLOCK}.attn1.to_gate_logits", f"{_BLOCK}.*.to_gate_logits"),
-            action="skip",
-            reason="Its output has one number a head (N = 32), which FP4 GEMMs do not support.",
-        ),
-        Rule(
-            match=(f"{_BLOCK}.audio_attn1", f"{_BLOCK}.audio_attn2", f"{_BLOCK}.audio_ff"),
-            action="skip",
-            reason="The audio branch stays dense: few tokens, little time, attention with head dimension 64.",
-        ),
-        Rule(
-            match=(
-                f"{_BLOCK}.audio_to_video_attn.to_q",
-                f"{_BLOCK}.video_to_audio_attn.to_k",
-                f"{_BLOCK}.video_to_audio_attn.to_v",
-            ),
-            action="linear",
-            refine_only=True,
-        ),
-        Rule(
-            match=(
-                f"{_BLOCK}.attn1.to_q",
-                f"{_BLOCK}.attn1.to_k",
-                f"{_BLOCK}.attn1.to_v",
-                f"{_BLOCK}.attn1.to_out.0",
-                f"{_BLOCK}.attn2.to_q",
-                f"{_BLOCK}.attn2.to_out.0",
-                f"{_BLOCK}.audio_to_video_attn.to_out.0",
-                f"{_BLOCK}.ff.net.0.proj",
-                f"{_BLOCK}.ff.net.2",
-            ),
-            action="linear",
-        ),
-        Rule(match=(f"{_BLOCK}.attn1", f"{_BLOCK}.attn2"), action="attention"),
-        Rule(
-            match=(f"{_BLOCK}.attn2.to_k", f"{_BLOCK}.attn2.to_v"),
-            action="skip",
-            reason="Its rows are text tokens: little time, and the text context is sensitive.",
-        ),
-        Rule(
-            match=(f"{_BLOCK}.audio_to_video_attn", f"{_BLOCK}.video_to_audio_attn"),
-            action="skip",
-            reason="Cross-modal with head dimension 64, or with rows that are audio tokens: stays dense.",
-        ),
-        Rule(
-            match=("time_embed.linear",),
-            action="skip",
-            reason=(
-                "Timestep modulation steers every block; FastVideo lists it without attaching it, "
-                "Lightricks excludes it."
-            ),
-        ),
-    ),
-    counts=(Count(container="transformer_blocks", linears=12, attentions=2),),
-    mask_arguments=("encoder_attention_mask", "audio_encoder_attention_mask", "video_self_attention_mask"),
-    default_reason="Outside the video path of the blocks (embeddings, modulation, input and output projections).",
-)
-
-_WAN_LINEARS = (
-    "attn1.to_q",
-    "attn1.to_k",
-    "attn1.to_v",
-    "attn1.to_out.0",
-    "attn2.to_q",
-    "attn2.to_k",
-    "attn2.to_v",
-    "attn2.to_out.0",
-    "ffn.net.0.proj",
-    "ffn.net.2",
-)
-
-WAN = Profile(
-    name="wan",
-    models=("WanTransformer3DModel", "WanVACETransformer3DModel", "WanAnimateTransformer3DModel"),
-    rules=(
-        Rule(match=tuple(f"blocks.*.{name}" for name in _WAN_LINEARS), action="linear"),
-        Rule(match=tuple(f"vace_blocks.*.{name}" for name in _WAN_LINEARS), action="linear", optional=True),
-        Rule(
-            match=tuple(f"face_adapter.*.{name}" for name in ("to_q", "to_k", "to_v", "to_out")),
-            action="linear",
-            optional=True,
-        ),
-        Rule(match=("blocks.*.attn1",), action="attention"),
-        Rule(match=("vace_blocks.*.attn1",), action="attention", optional=True),
-        Rule(
-            match=("blocks.*.attn2.add_k_proj", "blocks.*.attn2.add_v_proj"),
-            action="skip",
-            reason="Its rows are the tokens of one image: little time.",
-        ),
-        Rule(
-            match=("blocks.*.attn2", "vace_blocks.*.attn2"),
-            action="skip",
-            reason="Cross attention to a short context: the profile quantizes self-attention only.",
-        ),
-        Rule(
-            match=("face_adapter",),
-            action="skip",
-            reason="Attention to a handful of face tokens: the profile quantizes self-attention only.",
-        ),
-        Rule(
-            match=("vace_blocks.*.proj_in", "vace_blocks.*.proj_out"),
-            action="skip",
-            reason="Joins the control branch to the main one; left out of the broad set.",
-        ),
-    ),
-    counts=(
-        Count(container="blocks", linears=10, attentions=1),
-        Count(container="vace_blocks", linears=10, attentions=1, optional=True),
-        Count(container="face_adapter", linears=4, optional=True),
-    ),
-    default_reason="Outside the blocks (embeddings, modulation, output projection).",
-)
-
-PROFILES: dict[str, Profile] = {profile.name: profile for profile in (LTX2, WAN)}
-
-
-def find_profile(profile: Profile | str | Path, class_names: Iterable[str]) -> Profile:
-    """The profile that was asked for.
-
-    Args:
-        profile: a `Profile`, the name of one, a path to a TOML or YAML file, or ``"auto"``.
-        class_names: the model's class and its bases, for ``"auto"``.
-
-    Raises:
-        PlanError: an unknown name, no profile for the class, or a file that is no profile.
-    """
-    if isinstance(profile, Profile):
-        return profile
-    if isinstance(profile, Path) or str(profile).endswith((".toml", ".yaml", ".yml")):
-        return load_profile(profile)
-    if not isinstance(profile, str):
-        raise PlanError(f"profile is a name, a Profile or a file, got {type(profile).__name__}")
-    class_names = tuple(class_names)
-    if profile == "auto":
-        for candidate in PROFILES.values():
-            if set(candidate.models) & set(class_names):
-                return candidate
-        known = ", ".join(f"{p.name} ({', '.join(p.models)})" for p in PROFILES.values())
-        raise PlanError(
-            f"profile='auto' knows no profile for {class_names[0]}; there are {known}. Pass a Profile of your own, or "
-            "a TOML or YAML file with one"
-        )
-    if profile not in PROFILES:
-        raise PlanError(f"there is no profile {profile!r}{nearest(profile, ('auto', *PROFILES))}")
-    return PROFILES[profile]
 
 
 def load_profile(path: str | Path) -> Profile:
