@@ -58,7 +58,8 @@ def sensitivity(
         group: ``"layer"``, ``"block"`` (all layers below the first number of their name: one forward per block), or a
             function from a layer's name to its group's.
         progress: show a bar when it takes more than a few seconds.
-        profile, arguments: of `apply`, for a model that is not patched; ``profile="auto"`` by default.
+        profile: of `apply`, for a model that is not patched; ``"auto"`` by default.
+        **arguments: the other arguments of `apply`, likewise.
 
     Returns:
         A `SensitivityReport`: print it, or call its ``plot`` or ``profile``.

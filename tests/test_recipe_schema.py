@@ -63,7 +63,7 @@ def test_a_valid_recipe_takes_its_name_from_the_file_and_paths_from_its_folder(t
         ({"model.text_token": 3}, ["model.text_token: unknown key; did you mean 'text_tokens'?"]),
         ({"model.kind": "tinny"}, ["model.kind: 'tinny' is not a choice; did you mean 'tiny'?"]),
         ({"model.config": {"num_layer": 1}}, ["model.config.num_layer", "did you mean 'num_layers'?"]),
-        ({"quantization.profile": "ltx3"}, ["quantization.profile", "did you mean 'ltx2'?"]),
+        ({"quantization.profile": "ltx-2"}, ["quantization.profile", "did you mean 'ltx2'?"]),
         ({"quantization.infer_kernel": "reference_atention"}, ["did you mean 'reference_attention'?"]),
         ({"quantization.backward": "quantised"}, ["'quantised' is not a choice; did you mean 'quantized'?"]),
         ({"quantization.global_scale": "pow3"}, ["did you mean 'pow2'?"]),
