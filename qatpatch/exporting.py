@@ -119,7 +119,10 @@ def convert(
         target: as ``path`` of `export`; for ``"qatpatch"`` a directory, as `save` writes it.
         format: ``"qatpatch"``, or one of `export`.
         model: as in `load`; needed where nothing beside ``source`` says which model it is.
-        without_input_scale, original_names, prefix, metadata_from: as in `export`.
+        without_input_scale: as in `export`, like the next three.
+        original_names: see there.
+        prefix: see there.
+        metadata_from: see there.
 
     Raises:
         CheckpointError: the source cannot be read, or not be written in that format.
