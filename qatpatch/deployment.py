@@ -85,7 +85,7 @@ def deploy(
         _check_kernel(layers, linear_kernel)
     for layer in layers.values():
         layer.quantization.deploy_kernel = linear_kernel
-    before, allocated = model_bytes(model), _allocated(devices)
+    before, allocated, averages = model_bytes(model), _allocated(devices), _averages(model)
     watched: dict[str, _Watched] = {}
     retained = []
     for name in list(layers):
@@ -113,7 +113,7 @@ def deploy(
 
         diffusers_quantizer.attach(model)
     watch_masks(model, record, [state for state, _ in attention], [choice for _, choice in attention])
-    return _receipt(model, record, before, allocated, devices, watched, tuple(retained))
+    return _receipt(model, record, before, allocated, devices, watched, tuple(retained), averages)
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -218,6 +218,7 @@ def _receipt(
     devices: set[torch.device],
     watched: dict[str, _Watched],
     retained: tuple[str, ...],
+    averages: tuple[str, ...],
 ) -> DeployReport:
     alive = {name: w for name, w in watched.items() if not w.storage.expired()}
     if alive:
@@ -255,7 +256,10 @@ def _receipt(
         bytes_after=after,
         bytes_freed=freed,
         held=_holders(alive, shared),
-        notes=tuple(f"{kernel}, in {count} layers: {note}" for (kernel, note), count in notes.items() if note),
+        notes=(
+            *(f"{kernel}, in {count} layers: {note}" for (kernel, note), count in notes.items() if note),
+            *averages,
+        ),
     )
     logger.info(
         "deploy: %d linears packed, %d kept dense too, %d attentions, %d bytes -> %d, freed %d",
@@ -270,6 +274,24 @@ def _receipt(
         holders = ", ".join(sorted(set(report.held.values())))
         logger.warning("deploy: %d dense weights are still in memory, held by %s", len(report.held), holders)
     return report
+
+
+def _averages(model: nn.Module) -> tuple[str, ...]:
+    """A note where a diffusers ``EMAModel`` follows the model: it pairs its averages with parameters by position."""
+    shapes = [parameter.shape for parameter in model.parameters()]
+    following = (
+        [average.shape for average in found.shadow_params] == shapes
+        for found in gc.get_objects()
+        if type(found).__name__ == "EMAModel" and hasattr(found, "shadow_params")
+    )
+    if not any(following):
+        return ()
+    note = (
+        "an EMAModel follows this model and pairs its averages with parameters by position, of which deploy leaves "
+        "fewer: its step, store and copy_to would mix them up from now on; copy_to before deploy"
+    )
+    logger.warning("deploy: %s", note)
+    return (note,)
 
 
 def _holders(alive: dict[str, _Watched], shared: set[str]) -> dict[str, str]:
