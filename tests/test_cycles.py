@@ -23,23 +23,23 @@ BLOCKS = {
 }
 
 
-def alive() -> tuple[int, int]:
-    """Objects that the collector knows, and bytes in tensors among them."""
-    gc.collect()
-    objects = gc.get_objects()
-    tensors = {id(o): o.nbytes for o in objects if type(o) in (torch.Tensor, nn.Parameter)}
-    return len(objects), sum(tensors.values())
-
-
 def grown(work, cycles: int) -> tuple[int, int]:
-    """What ``cycles`` of ``work`` leave behind, after a few that fill caches."""
+    """Objects, and bytes in tensors among them, that ``cycles`` of ``work`` leave behind, after a few that fill caches.
+
+    What was there before is frozen: it is neither counted nor collected.
+    """
     for _ in range(3):
         work()
-    objects, held = alive()
-    for _ in range(cycles):
-        work()
-    after = alive()
-    return after[0] - objects, after[1] - held
+    gc.collect()
+    gc.freeze()
+    try:
+        for _ in range(cycles):
+            work()
+        gc.collect()
+        new = gc.get_objects()
+    finally:
+        gc.unfreeze()
+    return len(new), sum(t.nbytes for t in new if type(t) in (torch.Tensor, nn.Parameter))
 
 
 @pytest.fixture(scope="module")

@@ -509,7 +509,7 @@ class TestPacked:
         plain = plain_linear()
         layer, x, block = patch(copy.deepcopy(plain)), normal(6, 64), object()
         packed = NVFP4Linear.from_linear(layer, retain=True)
-        assert packed.weight.data_ptr() == layer.weight.data_ptr()
+        assert packed.dense_weight is layer.weight and isinstance(packed.weight, PurgedWeight)
         assert torch.equal(packed(x), layer(x))
         packed.quantization.switch.open(block, linear="dense")
         assert torch.equal(packed(x), plain(x))

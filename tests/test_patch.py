@@ -336,7 +336,7 @@ def test_a_processor_that_was_replaced_is_reported_and_left_alone():
     model = tiny_wan(layers=1)
     qatpatch.apply(model)
     theirs = WanAttnProcessor()
-    model.blocks[0].attn1.set_processor(theirs)
+    model.blocks[0].attn1.processor = theirs  # set_processor itself is refused
     report = qatpatch.report(model)
     assert report.layers["blocks.0.attn1"].state == "replaced" and "blocks.0.attn1" in report.warnings[0]
     with pytest.raises(PlanError, match="lost its QAT attention"):
