@@ -71,6 +71,10 @@ def qat_attention(
         )
     train = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     name = _kernel_name("train", scheme, q, kernel)
+    row = kernels.kernel_named(name)
+    if row.device_types and q.device.type not in (*row.device_types, "meta"):
+        reason = row.unavailable_reason(q.device)
+        raise KernelUnavailable(f"kernel={kernel!r} was asked for, and q is on {q.device}: {reason}; leave kernel out")
     return attention_forward(q, k, v, mask, _resolve_scale(scale, q), scheme, name, train)[0]
 
 

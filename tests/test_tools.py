@@ -155,9 +155,7 @@ TOOLS = [
         then_deploy=TAKE_OFF,
     ),
     Tool(name="`enable_group_offload`, block level", use=group_offload("block_level"), then_deploy=OFFLOADED),
-    Tool(
-        name="`enable_group_offload`, to disk", use=group_offload("block_level", disk=True), then_deploy=OFFLOADED
-    ),
+    Tool(name="`enable_group_offload`, to disk", use=group_offload("block_level", disk=True), then_deploy=OFFLOADED),
     Tool(
         name="model CPU offload (accelerate `cpu_offload_with_hook`)",
         use=lambda model: accelerate.cpu_offload_with_hook(model, "cpu"),
