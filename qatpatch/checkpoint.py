@@ -195,7 +195,11 @@ def _shards(file: Path) -> list[Path]:
     index = file.parent / INDEX_NAME
     if file.is_file() or not index.is_file():
         if not file.is_file():
-            raise CheckpointError(f"there is no {file}; qatpatch.load reads the directory that qatpatch.save wrote")
+            missing = file if file.parent.is_dir() else file.parent
+            raise CheckpointError(
+                f"there is no {missing}; a directory that qatpatch.save or save_pretrained wrote is read, and files of "
+                "modelopt, comfy and compressed-tensors"
+            )
         return [file]
     try:
         names = sorted(set(read_json_file(index)["weight_map"].values()))
@@ -223,8 +227,8 @@ def skeleton_for(
         config = read_json_file(directory / CONFIG_NAME if directory.is_dir() else directory)
     if not isinstance(config, dict) or not isinstance(config.get("_class_name"), str):
         raise CheckpointError(
-            f"nothing says which model {file} is for (no config.json of diffusers beside it); pass model=, an "
-            "unpatched instance of it or a directory with its config.json"
+            f"nothing says which model {file} is for (no config.json of diffusers beside it); name a "
+            "directory with its config.json (model=, --model on the command line), or pass an unpatched instance"
         )
     return config_skeleton(config)
 

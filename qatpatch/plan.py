@@ -418,8 +418,9 @@ def _checked_request(profile: Profile, **arguments: Any) -> Request:
         scheme = kernels.SCHEME_OF_TARGET.get(target, scheme)
         if target not in kernels.SCHEME_OF_TARGET:
             problems.append(
-                f"target={target!r} has no FP4 attention to simulate; it is the architecture to deploy to, one of "
-                f"{', '.join(sorted(kernels.SCHEME_OF_TARGET))}, not the one that trains"
+                f"target={target!r} is no architecture with FP4 attention to simulate; it names what to deploy to, one "
+                f"of {', '.join(sorted(kernels.SCHEME_OF_TARGET))} (sm_100 and sm_103: B200, B300; sm_120 and sm_121: "
+                "RTX 50, DGX Spark), not what trains"
             )
     for name in ("linear", "attention", "activations", "strict"):
         if not isinstance(arguments[name], bool):
