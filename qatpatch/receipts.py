@@ -155,7 +155,7 @@ class SwapReceipt(Receipt):
     def line(self) -> str:
         """The receipt in one line."""
         line = (
-            f"{self.swap}: {len(self.modules)} module{'' if len(self.modules) == 1 else 's'}, arch={self.architecture} kernel={self.kernel} "
+            f"{self.swap}: {len(self.modules)} modules, arch={self.architecture} kernel={self.kernel} "
             f"scheme={self.scheme} simulated={_yes(self.simulated)} native={_yes(self.native)}"
         )
         return f"{line} ({self.note})" if self.note else line

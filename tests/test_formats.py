@@ -257,7 +257,7 @@ class TestWhichModel:
         model = tiny_wan(layers=1)
         qatpatch.apply(model, input_scale="unit")
         qatpatch.export(model, tmp_path / "x.safetensors", "comfy")
-        with pytest.raises(CheckpointError, match="nothing says which model.*pass model="):
+        with pytest.raises(CheckpointError, match="nothing says which model.*model=, --model"):
             qatpatch.load(tmp_path / "x.safetensors")
         model.save_config(tmp_path / "config")
         loaded = qatpatch.load(tmp_path / "x.safetensors", model=tmp_path / "config")

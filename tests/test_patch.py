@@ -121,7 +121,7 @@ BAD = [
     (dict(profile="ltx2"), "profile 'ltx2' is for LTX2VideoTransformer3DModel; the model is a WanTransformer3DModel"),
     (dict(profile=3), "profile is a name"),
     (dict(include=("blocks.*.attn3",)), "include='blocks..*.attn3' matches no linear"),
-    (dict(target="sm_90"), "target='sm_90' has no FP4 attention"),
+    (dict(target="sm_90"), "target='sm_90' is no architecture with FP4 attention"),
     (dict(input_scale="statc"), "did you mean 'static'"),
     (dict(global_scale="pow3"), "did you mean 'pow2'"),
     (dict(backward="quantised"), "did you mean 'quantized'"),
