@@ -9,6 +9,7 @@ packed one. Memory is measured, and where a dense weight outlives its layer the 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import weakref
@@ -42,6 +43,11 @@ from qatpatch.switch import AttentionChoice
 from qatpatch.units import is_graph, is_hooked, layer_at, unwrap
 
 logger = logging.getLogger("qatpatch")
+
+_AVERAGED = (
+    "an EMAModel with the shapes of this model's parameters is alive, and the model has fewer parameters now: its step "
+    "and copy_to would pair the wrong ones and fail half-way; use copy_to before deploy, then drop it"
+)
 
 
 @torch.no_grad()
@@ -86,6 +92,7 @@ def deploy(
     for layer in layers.values():
         layer.quantization.deploy_kernel = linear_kernel
     before, allocated = model_bytes(model), _allocated(devices)
+    averaged = dispatch.is_averaged(model)
     watched: dict[str, _Watched] = {}
     retained = []
     for name in list(layers):
@@ -108,12 +115,17 @@ def deploy(
         state.deployed = choice
     record.deployed = True
     guards.release(model, ("enable_layerwise_casting",))
+    dispatch.forget_cached(model)
     if dispatch.is_diffusers_model(model):
         from qatpatch import diffusers_quantizer
 
         diffusers_quantizer.attach(model)
     watch_masks(model, record, [state for state, _ in attention], [choice for _, choice in attention])
-    return _receipt(model, record, before, allocated, devices, watched, tuple(retained))
+    report = _receipt(model, record, before, allocated, devices, watched, tuple(retained))
+    if averaged:
+        logger.warning("deploy: %s", _AVERAGED)
+        report = dataclasses.replace(report, notes=(*report.notes, _AVERAGED))
+    return report
 
 
 def model_bytes(model: nn.Module) -> int:
