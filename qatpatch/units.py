@@ -118,7 +118,7 @@ def _fused_problem(model: nn.Module, path: str) -> str | None:
 def is_hooked(module: nn.Module) -> bool:
     """Whether a hook (offload, accelerate, layerwise casting) put a forward on the instance, hiding the class's.
 
-    Hooks that were taken off leave the class's own forward there, bound; that one hides nothing until the class changes.
+    Hooks that were taken off leave the class's own forward there, bound: it hides nothing until the class changes.
     """
     forward = vars(module).get("forward")
     own = getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
