@@ -445,6 +445,8 @@ def test_a_cache_never_serves_what_was_computed_with_other_numbers(name):
     with qatpatch.dense(model):
         assert torch.equal(computed(model, data), dense)
     assert torch.equal(computed(model, data), expected(name, 2))
+    with pytest.raises(PlanError, match="call disable_cache first"):
+        qatpatch.sensitivity(model, [data], progress=False)
     qatpatch.remove(model)
     assert torch.equal(computed(model, data), dense)
 
