@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import tempfile
 from pathlib import Path
 
 import accelerate
@@ -153,11 +154,17 @@ def fusion(name, moment):
 # Offloading.
 
 
-def group_offload(level):
-    arguments = dict(num_blocks_per_group=1) if level == "block_level" else {}
+def group_offload(level, **more):
+    arguments = more | (dict(num_blocks_per_group=1) if level == "block_level" else {})
     return lambda model: model.enable_group_offload(
         onload_device=CPU, offload_device=CPU, offload_type=level, **arguments
     )
+
+
+def group_offload_to_disk(name, moment):
+    with tempfile.TemporaryDirectory() as directory:
+        changes_nothing(group_offload("leaf_level", offload_to_disk_path=directory))(name, moment)
+        assert list(Path(directory).iterdir())
 
 
 def dispatched(model):
@@ -337,6 +344,7 @@ TOOLS = {
     "fuse_lora, unfuse_lora": fusion,
     "enable_group_offload, block_level": changes_nothing(group_offload("block_level")),
     "enable_group_offload, leaf_level": changes_nothing(group_offload("leaf_level")),
+    "enable_group_offload, leaf_level, offload_to_disk_path": group_offload_to_disk,
     "accelerate.cpu_offload": changes_nothing(lambda model: accelerate.cpu_offload(model, execution_device=CPU)),
     "accelerate.cpu_offload_with_hook": changes_nothing(
         lambda model: accelerate.cpu_offload_with_hook(model, execution_device=CPU)
@@ -429,6 +437,38 @@ def test_hooks_that_were_taken_off_are_in_nobodys_way(name, hook):
     put_on(model)
     take_off(model)
     qatpatch.deploy(model)
+    assert torch.equal(run(model, data), expected(name))
+    whole(model)
+
+
+REFUSED = {
+    "fuse_qkv_projections": fuse,
+    "set_attn_processor": set_processors,
+    "enable_layerwise_casting": lambda model: model.enable_layerwise_casting(storage_dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("tool", REFUSED)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_refused_changed_nothing(name, tool):
+    model, data = used(name, "after apply", lambda model: None)
+    for packed in (False, True):
+        if packed:
+            qatpatch.deploy(model)
+        with (
+            pytest.raises(RuntimeError, match=tool) if not packed or "casting" not in tool else contextlib.nullcontext()
+        ):
+            REFUSED[tool](model)
+        if not packed or "casting" not in tool:
+            assert torch.equal(run(model, data), expected(name))
+        whole(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_deploy_wants_weights_that_no_group_offload_holds(name):
+    model, data = used(name, "after apply", group_offload("block_level"))
+    with pytest.raises(PlanError, match="deploy before enable_group_offload"):
+        qatpatch.deploy(model)
     assert torch.equal(run(model, data), expected(name))
     whole(model)
 
