@@ -65,8 +65,8 @@ def sensitivity(
         A `SensitivityReport`: print it, or call its ``plot`` or ``profile``.
 
     Raises:
-        PlanError: what `apply` raises, arguments of `apply` for a patched model, a deployed model, or static scales
-            that were never calibrated.
+        PlanError: what `apply` raises, arguments of `apply` for a patched model, a deployed model, a cache that
+            is enabled, or static scales that were never calibrated.
         ValueError: no batch, an unknown group, outputs without a tensor or with NaN or infinity in the dense model.
     """
     model = unwrap(model)
@@ -187,6 +187,11 @@ def _layers(model: nn.Module, record: Record) -> list[_Layer]:
     """The patched layers, or an error where one cannot run both ways."""
     if record.deployed:
         raise PlanError("sensitivity measures a model before deploy: packed layers cannot run dense")
+    if getattr(model, "is_cache_enabled", False):
+        raise PlanError(
+            "sensitivity compares forwards, and the cache of this model (enable_cache) would serve parts of one to "
+            "another; call disable_cache first"
+        )
     found = []
     for kind, names in (("linear", record.linears), ("attention", record.attentions)):
         for name, paths in names.items():

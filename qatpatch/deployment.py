@@ -9,6 +9,7 @@ packed one. Memory is measured, and where a dense weight outlives its layer the 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import weakref
@@ -42,6 +43,11 @@ from qatpatch.switch import AttentionChoice
 from qatpatch.units import is_graph, is_hooked, layer_at, unwrap
 
 logger = logging.getLogger("qatpatch")
+
+_AVERAGED = (
+    "an EMAModel with the shapes of this model's parameters is alive, and the model has fewer parameters now: its step "
+    "and copy_to would pair the wrong ones and fail half-way; use copy_to before deploy, then drop it"
+)
 
 
 @torch.no_grad()
@@ -85,7 +91,8 @@ def deploy(
         _check_kernel(layers, linear_kernel)
     for layer in layers.values():
         layer.quantization.deploy_kernel = linear_kernel
-    before, allocated, averages = model_bytes(model), _allocated(devices), _averages(model)
+    before, allocated = model_bytes(model), _allocated(devices)
+    averaged = dispatch.is_averaged(model)
     watched: dict[str, _Watched] = {}
     retained = []
     for name in list(layers):
@@ -108,12 +115,17 @@ def deploy(
         state.deployed = choice
     record.deployed = True
     guards.release(model, ("enable_layerwise_casting",))
+    dispatch.forget_cached(model)
     if dispatch.is_diffusers_model(model):
         from qatpatch import diffusers_quantizer
 
         diffusers_quantizer.attach(model)
     watch_masks(model, record, [state for state, _ in attention], [choice for _, choice in attention])
-    return _receipt(model, record, before, allocated, devices, watched, tuple(retained), averages)
+    report = _receipt(model, record, before, allocated, devices, watched, tuple(retained))
+    if averaged:
+        logger.warning("deploy: %s", _AVERAGED)
+        report = dataclasses.replace(report, notes=(*report.notes, _AVERAGED))
+    return report
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -218,7 +230,6 @@ def _receipt(
     devices: set[torch.device],
     watched: dict[str, _Watched],
     retained: tuple[str, ...],
-    averages: tuple[str, ...],
 ) -> DeployReport:
     alive = {name: w for name, w in watched.items() if not w.storage.expired()}
     if alive:
@@ -256,10 +267,7 @@ def _receipt(
         bytes_after=after,
         bytes_freed=freed,
         held=_holders(alive, shared),
-        notes=(
-            *(f"{kernel}, in {count} layers: {note}" for (kernel, note), count in notes.items() if note),
-            *averages,
-        ),
+        notes=tuple(f"{kernel}, in {count} layers: {note}" for (kernel, note), count in notes.items() if note),
     )
     logger.info(
         "deploy: %d linears packed, %d kept dense too, %d attentions, %d bytes -> %d, freed %d",
@@ -274,24 +282,6 @@ def _receipt(
         holders = ", ".join(sorted(set(report.held.values())))
         logger.warning("deploy: %d dense weights are still in memory, held by %s", len(report.held), holders)
     return report
-
-
-def _averages(model: nn.Module) -> tuple[str, ...]:
-    """A note where a diffusers ``EMAModel`` follows the model: it pairs its averages with parameters by position."""
-    shapes = [parameter.shape for parameter in model.parameters()]
-    following = (
-        [average.shape for average in found.shadow_params] == shapes
-        for found in gc.get_objects()
-        if type(found).__name__ == "EMAModel" and hasattr(found, "shadow_params")
-    )
-    if not any(following):
-        return ()
-    note = (
-        "an EMAModel follows this model and pairs its averages with parameters by position, of which deploy leaves "
-        "fewer: its step, store and copy_to would mix them up from now on; copy_to before deploy"
-    )
-    logger.warning("deploy: %s", note)
-    return (note,)
 
 
 def _holders(alive: dict[str, _Watched], shared: set[str]) -> dict[str, str]:

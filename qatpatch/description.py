@@ -53,6 +53,11 @@ def describe(model: nn.Module, record: Record) -> dict[str, Any]:
             "group offloading put this model's weights on a disk, so there is nothing in memory to save; save before "
             "enable_group_offload, or leave out offload_to_disk_path"
         )
+    if dispatch.is_cast_layerwise(model):
+        raise CheckpointError(
+            "layerwise casting stores parts of this model in fewer bits than they compute in, and the files would keep "
+            "what is stored; save before enable_layerwise_casting"
+        )
     linears = {}
     for name, paths in record.linears.items():
         module = layer_at(model, paths[0])

@@ -20,7 +20,10 @@ from __future__ import annotations
 import contextvars
 import copy
 import functools
+import gc
+import sys
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,15 +112,38 @@ def is_diffusers_model(model: nn.Module) -> bool:
 
 def group_offload(model: nn.Module) -> str | None:
     """Where diffusers' group offloading puts weights between their uses: "memory", "disk", or None where it is off."""
-    hooks = [vars(m)["_diffusers_hook"].get_hook("group_offloading") for m in model.modules() if _has_hooks(m)]
+    hooks = (registry.get_hook("group_offloading") for registry in _hook_registries(model))
     groups = [hook.group for hook in hooks if hook is not None]
     if not groups:
         return None
     return "disk" if any(group.offload_to_disk_path for group in groups) else "memory"
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return hasattr(vars(module).get("_diffusers_hook"), "get_hook")
+def is_cast_layerwise(model: nn.Module) -> bool:
+    """Whether diffusers' layerwise casting stores parts of the model in another dtype than they compute in."""
+    return any(registry.get_hook("layerwise_casting") is not None for registry in _hook_registries(model))
+
+
+def forget_cached(model: nn.Module) -> None:
+    """Empty diffusers' caches (``enable_cache``): they hold what the model computed with other numbers."""
+    for registry in _hook_registries(model):
+        registry.reset_stateful_hooks(recurse=False)
+
+
+def is_averaged(model: nn.Module) -> bool:
+    """Whether a diffusers EMAModel is alive whose averages have the shapes of the model's parameters."""
+    if "diffusers.training_utils" not in sys.modules:
+        return False
+    averages = [o.shadow_params for o in gc.get_objects() if type(o).__name__ == "EMAModel"]
+    shapes = [parameter.shape for parameter in model.parameters()]
+    return any([average.shape for average in own] == shapes for own in averages)
+
+
+def _hook_registries(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        registry = vars(module).get("_diffusers_hook")
+        if hasattr(registry, "get_hook"):
+            yield registry
 
 
 def forget_quantizer(model: nn.Module) -> None:

@@ -33,7 +33,7 @@ from qatpatch.profiles import Profile
 from qatpatch.receipts import LayerReceipt, PatchReport, Refusal, refusals
 from qatpatch.reuse import input_group
 from qatpatch.switch import Switch
-from qatpatch.units import is_graph, is_hooked, layer_at, replace_layer, unwrap
+from qatpatch.units import forget_bound_forward, is_graph, is_hooked, layer_at, replace_layer, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -121,6 +121,7 @@ def apply(
                 _commit(model, action, record.switch)
             guards.install(model, _all(record.linears), _all(record.attentions), training=True)
         vars(model)[RECORD] = record
+        dispatch.forget_cached(model)
     except BaseException:
         for action in done:
             _undo(model.get_submodule(action.paths[0]))
@@ -172,6 +173,7 @@ def remove(model: nn.Module) -> None:
         guards.release(model)
     masks.uninstall(model)
     dispatch.forget_quantizer(model)
+    dispatch.forget_cached(model)
     del vars(model)[RECORD]
     logger.info("remove: %d linears, %d attentions", len(record.linears), len(record.attentions))
 
@@ -358,6 +360,7 @@ def _commit(model: nn.Module, action: Action, switch: Switch) -> None:
     if action.kind == "attention":
         dispatch.attach(module, action.scheme, switch)
         return
+    forget_bound_forward(module)
     module.quantization = LinearState(action.settings, switch, input_group(action.paths[0]))
     module.__class__ = QATLinear
 
@@ -365,6 +368,7 @@ def _commit(model: nn.Module, action: Action, switch: Switch) -> None:
 def _undo(module: nn.Module) -> None:
     """Take the patch out of one module; nothing where there is none."""
     if getattr(type(module), "qatpatch_kind", None) == "QATLinear":
+        forget_bound_forward(module)
         module.__class__ = nn.Linear
     if isinstance(module, nn.Linear):
         vars(module).pop("quantization", None)

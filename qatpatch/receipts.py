@@ -180,8 +180,8 @@ class DeployReport(Receipt):
         bytes_before, bytes_after: storage of the model's parameters and buffers.
         bytes_freed: what the device got back: as the allocator reports it on CUDA, else of storages that are gone.
         held: name of a dense weight that is still in memory -> who holds it.
-        notes: what kernels that were asked for by name do otherwise than they should, and what must not be used
-            after deploy.
+        notes: what kernels that were asked for by name do otherwise than they should, and who else relied on the dense
+            weights.
         architecture, refused: as in `PatchReport`.
     """
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qatpatch import kernels, masks
+from qatpatch import dispatch, kernels, masks
 from qatpatch.errors import PlanError, nearest
 from qatpatch.patch import Record, attention_states, device_of, is_purged, layer_state, patch_record
 from qatpatch.receipts import SwapReceipt, refusals
@@ -78,7 +78,7 @@ def infer_attention(
         weights = _kept_weights(memory_limit)
     watch_masks(model, record, states, [choice] * len(states))
     try:
-        with _block(record, receipt, attention=choice, weights=weights):
+        with _block(model, record, receipt, attention=choice, weights=weights):
             yield receipt
     finally:
         # Deployed models keep the hooks, and so does an outer block of this kind.
@@ -140,7 +140,7 @@ def dense(model: nn.Module) -> Iterator[SwapReceipt]:
             "retain_original_weights=True to keep that possible"
         )
     receipt = _dense_receipt("dense", (*record.linears, *record.attentions), model, "")
-    with _block(record, receipt, linear="dense", attention=AttentionChoice(mode="dense")):
+    with _block(model, record, receipt, linear="dense", attention=AttentionChoice(mode="dense")):
         yield receipt
 
 
@@ -178,7 +178,7 @@ def stage(model: nn.Module, name: str) -> Iterator[SwapReceipt]:
             native=row.native,
             note=receipt.note,
         )
-    with _block(record, receipt, stage=name):
+    with _block(model, record, receipt, stage=name):
         yield receipt
 
 
@@ -207,14 +207,16 @@ def watch_masks(model: nn.Module, record: Record, states: list[Any], choices: li
 
 
 @contextlib.contextmanager
-def _block(record: Record, receipt: SwapReceipt, **axes: Any) -> Iterator[None]:
+def _block(model: nn.Module, record: Record, receipt: SwapReceipt, **axes: Any) -> Iterator[None]:
     key = object()
     try:
         record.switch.open(key, **axes)
+        dispatch.forget_cached(model)
         logger.info("%s", receipt.line)
         yield
     finally:
         record.switch.close(key)
+        dispatch.forget_cached(model)
 
 
 def _dense_receipt(swap: str, modules: tuple[str, ...], model: nn.Module, note: str) -> SwapReceipt:

@@ -116,8 +116,18 @@ def _fused_problem(model: nn.Module, path: str) -> str | None:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a hook (offload, accelerate, layerwise casting) put a forward on the instance, hiding the class's."""
-    return "forward" in vars(module)
+    """Whether a hook (offload, accelerate, layerwise casting) put a forward on the instance, hiding the class's.
+
+    Hooks that were taken off leave the class's own forward there, bound: it hides nothing until the class changes.
+    """
+    forward = vars(module).get("forward")
+    own = getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
+    return forward is not None and not own
+
+
+def forget_bound_forward(module: nn.Module) -> None:
+    """Before the class of a module that is not hooked changes: drop what `is_hooked` let pass."""
+    vars(module).pop("forward", None)
 
 
 def linear_problem(module: nn.Linear) -> str | None:

@@ -116,7 +116,9 @@ def test_names_and_arguments_lists_every_public_function():
 
 
 @pytest.mark.parametrize(
-    "page", [DOCS / "getting-started.md", *sorted((DOCS / "how-to").glob("*.md"))], ids=lambda path: path.stem
+    "page",
+    [DOCS / "getting-started.md", DOCS / "diffusers.md", *sorted((DOCS / "how-to").glob("*.md"))],
+    ids=lambda path: path.stem,
 )
 def test_snippets_run(page, tmp_path, monkeypatch):
     # A snippet that cannot run on a CPU says so in a comment above it.

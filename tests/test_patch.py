@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import pickle
 import subprocess
@@ -179,7 +180,7 @@ def test_apply_twice_is_one_clear_error_and_one_layer_of_patching():
 
 def test_a_replaced_forward_is_refused_or_skipped():
     model = MLP()
-    model.up.forward = model.up.forward
+    model.up.forward = functools.partial(model.up.forward)
     with pytest.raises(PlanError, match="up: its forward was replaced by a hook"):
         qatpatch.apply(model, ANY_LINEAR)
     report = qatpatch.apply(model, ANY_LINEAR, strict=False)
@@ -336,7 +337,9 @@ def test_a_processor_that_was_replaced_is_reported_and_left_alone():
     model = tiny_wan(layers=1)
     qatpatch.apply(model)
     theirs = WanAttnProcessor()
-    model.blocks[0].attn1.processor = theirs  # set_processor itself is refused
+    with pytest.raises(RuntimeError, match="set_attn_processor would take"):
+        model.blocks[0].attn1.set_processor(theirs)
+    model.blocks[0].attn1.processor = theirs  # past the guard
     report = qatpatch.report(model)
     assert report.layers["blocks.0.attn1"].state == "replaced" and "blocks.0.attn1" in report.warnings[0]
     with pytest.raises(PlanError, match="lost its QAT attention"):
@@ -373,7 +376,7 @@ def test_unsupported_attention_requests_are_refused():
 def test_remove_refuses_hooks_that_hold_on_to_the_patch():
     model = MLP()
     qatpatch.apply(model, ANY_LINEAR)
-    model.up.forward = model.up.forward
+    model.up.forward = functools.partial(model.up.forward)
     with pytest.raises(PlanError, match="up, ...\\) have a hook"):
         qatpatch.remove(model)
     assert type(model.up) is QATLinear
