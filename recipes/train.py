@@ -99,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         model, before = train(run, resume)
         rows, samples = finish(run, model)
         failures = conclude(run, rows, samples, before, options, time.monotonic() - began)
+        run.accelerator.wait_for_everyone()  # no process takes its side of the group away from one that is not done
         run.accelerator.end_training()
     except OutOfTime as stop:
         print(stop)
