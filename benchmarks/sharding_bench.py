@@ -1,6 +1,6 @@
 """The recipes' engine under FSDP2 with one rank, against whole weights: what sharding costs with nothing to share.
 
-    PYTHONPATH=. python benchmarks/sharding_bench.py            # an LTX-2 of 1.2 B parameters, for one GPU of 80 GB
+    PYTHONPATH=. python benchmarks/sharding_bench.py            # an LTX-2 of 1.6 B parameters, for one GPU of 80 GB
     PYTHONPATH=. python benchmarks/sharding_bench.py --tiny     # the same on a CPU; its times say nothing
 
 Losses are compared in float32, where both compute the same but for one order of sums: FSDP2 adds up the gradients of
@@ -43,7 +43,7 @@ COMMON = {
     "train.compile": False,
     "train.warmup": 1,
 }
-LARGE = {"model.config.num_attention_heads": 24, "model.config.cross_attention_dim": 3072}
+LARGE = {"model.config.num_attention_heads": 32, "model.config.cross_attention_dim": 4096}
 
 
 def run(folder: Path, recipe: Path, overrides: dict[str, Any]) -> tuple[list[float], list[float]]:

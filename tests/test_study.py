@@ -19,14 +19,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes" / "study"
 
 import run as study_run
 from clips import write_video
+from flow import Settings, sample_losses
 from latents import SpaceToDepth
+from networks import build_transformer
 from plan import FULL, HELD_OUT, RECIPE, SCOPES, TINY, Task, overrides_of, tasks_of
 from recipe import Clip, Data, load_recipe
 from runs import checkpoints
 from scores import read_log
 from test_recipe_train import _fresh_accelerator  # noqa: F401
+from torch._subclasses import FakeTensorMode
 from verdicts import closer, difference, recovered, same_when_deployed, standard_error
-from windows import Windows, held_out
+from windows import Windows, held_out, stacked
 
 STUDY = Path(study_run.__file__).parent
 
@@ -210,3 +213,16 @@ def test_every_stage_at_a_tiny_size_with_a_kill_in_between(tmp_path, capsys):
     pictures = ["bars.png", "base.png", "held_out.jpg", "trained_on.jpg", "training.png"]
     assert files == sorted([*pictures, "results.json", "study.md"])
     assert all((report / name).stat().st_size < 300_000 for name in pictures)
+
+
+def test_the_model_of_full_size_takes_what_the_study_gives_it():
+    recipe = load_recipe(RECIPE, FULL.base)
+    data, codec = recipe.data, SpaceToDepth(recipe.data.patch)
+    frames = torch.zeros(data.frames, 3, data.height, data.width, dtype=torch.uint8)
+    text = {"text": torch.zeros(4, 64), "audio_text": torch.zeros(4, 64), "text_mask": torch.ones(4)}
+    batch = stacked([{"latents": codec.encode(frames), **text, "rate": torch.tensor(25.0)}])
+    with FakeTensorMode(allow_non_fake_inputs=True):  # every shape is checked, nothing is computed
+        model = build_transformer(recipe)
+        losses = sample_losses(model, Settings.of(recipe), batch, torch.Generator(), torch.device("cpu"))
+    assert losses.shape == (1,)
+    assert 90e6 < sum(parameter.numel() for parameter in model.parameters()) < 110e6

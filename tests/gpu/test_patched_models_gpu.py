@@ -85,6 +85,24 @@ def test_compiled_without_graph_breaks_and_as_eager(patched, state):
     assert torch._dynamo.utils.counters["graph_break"] == {}
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("attention", [True, False])
+def test_what_was_trained_is_what_is_deployed(patched, dtype, attention, tmp_path):
+    model, data = patched(dtype)
+    qatpatch.apply(model, attention=attention)
+    model.eval()
+    with torch.no_grad():
+        wanted = model(**data)[0]
+        assert torch.equal(model(**data)[0], wanted)
+        if attention:
+            with qatpatch.infer_attention(model):
+                assert torch.equal(model(**data)[0], wanted)
+        qatpatch.deploy(model)
+        assert torch.equal(model(**data)[0], wanted)
+        qatpatch.save(model, tmp_path / "model")
+        assert torch.equal(qatpatch.load(tmp_path / "model", device="cuda")(**data)[0], wanted)
+
+
 @pytest.mark.parametrize("state", ["train", "infer", "deployed"])
 def test_a_block_is_captured_in_a_cuda_graph(patched, state):
     """Nothing in a patched block waits for the device, and a replay follows new inputs and new weights."""

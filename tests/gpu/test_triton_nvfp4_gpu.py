@@ -437,6 +437,7 @@ def test_operators_and_their_fakes():
     x = torch.randn(3, 20, 100, device=DEVICE, dtype=BF16)[:, 2:17]
     scale, weight = torch.tensor(0.01, device=DEVICE), torch.randn(24, 100, device=DEVICE, dtype=BF16)
     packed, block_scale, _ = kernels.quantize(x)
+    packed_weight = kernels.quantize(weight)
     a, b = torch.randn(5, 7, 64, device=DEVICE, dtype=BF16), torch.randn(24, 64, device=DEVICE, dtype=BF16)
     bias = torch.randn(24, device=DEVICE, dtype=BF16)
     for operator, arguments in (
@@ -447,8 +448,11 @@ def test_operators_and_their_fakes():
         (ops.operand, (x, None, "pow2", ROW)),
         (ops.operand, (x.half(), None, "pow2", ROW)),
         (ops.operand, (x.float(), scale, "pow2", ROW)),
-        (ops.operands, (x, weight, None, "pow2", ROW)),
-        (ops.operands, (x, weight, scale, "amax", ROW)),
+        (ops.linear, (x, weight, None, None, True, BF16, "pow2", ROW)),
+        (ops.linear, (x, weight, None, scale, True, BF16, "amax", ROW)),
+        (ops.linear, (x, weight, None, None, False, BF16, "amax", ROW)),
+        (ops.packed_linear, (x, *packed_weight, None, None, True, BF16, "pow2", ROW)),
+        (ops.packed_linear, (x, *packed_weight, None, scale, True, FP32, "amax", ROW)),
         (ops.packed_operand, (packed, block_scale, scale, 100, BF16, "pow2", ROW)),
         (ops.packed_operand, (packed, block_scale, scale, 100, FP16, "amax", ROW)),
         (ops.matmul, (a, scale, b, scale, None, BF16, "amax", ROW)),
