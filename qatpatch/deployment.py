@@ -31,6 +31,7 @@ from qatpatch.patch import (
     Record,
     attention_states,
     device_of,
+    is_purged,
     layer_state,
     move_hooks,
     patch_record,
@@ -98,6 +99,8 @@ def deploy(
     for name in list(layers):
         layer = layers.pop(name)
         if isinstance(layer, NVFP4Linear):  # packed by a deploy that was interrupted
+            if not is_purged(layer):
+                retained.append(name)
             continue
         retain = retain_original_weights or layer.quantization.settings.refine_only
         packed = NVFP4Linear.from_linear(layer, retain=retain)
@@ -109,11 +112,10 @@ def deploy(
             watched[name] = _Watched(layer.weight)
         replace_module(model, record.linears[name], packed)
         del layer, packed
-    if watched and is_graph(model):
+    if is_graph(model) and len(retained) < len(record.linears):
         forget_original(model)
     for state, choice in attention:
         state.deployed = choice
-    record.deployed = True
     guards.release(model, ("enable_layerwise_casting",))
     dispatch.forget_cached(model)
     if dispatch.is_diffusers_model(model):
@@ -121,6 +123,7 @@ def deploy(
 
         diffusers_quantizer.attach(model)
     watch_masks(model, record, [state for state, _ in attention], [choice for _, choice in attention])
+    record.deployed = True  # last: what was interrupted before can be taken up again
     report = _receipt(model, record, before, allocated, devices, watched, tuple(retained))
     if averaged:
         logger.warning("deploy: %s", _AVERAGED)
@@ -152,7 +155,7 @@ def _check(model: nn.Module, record: Record, layers: dict[str, nn.Module]) -> No
     if waiting:
         problems.append(waiting)
     other = getattr(model, "hf_quantizer", None)
-    if other is not None:
+    if other is not None and type(other).__module__ != "qatpatch.diffusers_quantizer":
         problems.append(
             f"diffusers loaded this model with its {type(other).__name__}, which cannot save packed layers beside its "
             "own; load the weights unquantized"

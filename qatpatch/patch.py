@@ -23,7 +23,7 @@ from torch import nn
 
 from qatpatch import dispatch, guards, kernels, masks
 from qatpatch.errors import KernelUnavailable, PlanError
-from qatpatch.graphs import restore, rewrite
+from qatpatch.graphs import is_rewritten, restore, rewrite
 from qatpatch.kernels import Kernel
 from qatpatch.linear import QATLinear
 from qatpatch.linear_state import LinearState
@@ -122,22 +122,25 @@ def apply(
             guards.install(model, _all(record.linears), _all(record.attentions), training=True)
         vars(model)[RECORD] = record
         dispatch.forget_cached(model)
-    except BaseException:
+        receipt = report(model)
+        for warning in plan.warnings:
+            logger.warning("apply: %s", warning)
+        logger.info(
+            "apply: %d linears, %d attentions, profile=%s scheme=%s",
+            len(plan.linears),
+            len(plan.attentions),
+            plan.profile,
+            plan.scheme,
+        )
+        return receipt
+    except BaseException:  # up to the last line: whoever is interrupted has no receipt and must find no patch
         for action in done:
             _undo(model.get_submodule(action.paths[0]))
+        if is_rewritten(model):
+            restore(model)
         guards.release(model)
+        vars(model).pop(RECORD, None)
         raise
-    receipt = report(model)
-    for warning in plan.warnings:
-        logger.warning("apply: %s", warning)
-    logger.info(
-        "apply: %d linears, %d attentions, profile=%s scheme=%s",
-        len(plan.linears),
-        len(plan.attentions),
-        plan.profile,
-        plan.scheme,
-    )
-    return receipt
 
 
 def remove(model: nn.Module) -> None:
