@@ -31,7 +31,7 @@ from qatpatch.linear import QATLinear
 from qatpatch.linear_state import LinearState
 from qatpatch.patch import patch_record
 from qatpatch.receipts import Receipt, Table, grouped, warning_tables
-from qatpatch.units import layer_at, unwrap
+from qatpatch.units import kind_of, layer_at, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -207,7 +207,7 @@ def _calibratable(model: nn.Module) -> dict[str, QATLinear]:
     """The layers to observe, or an error."""
     record = patch_record(model)
     layers = {name: layer_at(model, paths[0]) for name, paths in record.linears.items()}
-    layers = {name: layer for name, layer in layers.items() if isinstance(layer, QATLinear)}
+    layers = {name: layer for name, layer in layers.items() if kind_of(layer) == "QATLinear"}
     if record.deployed or not layers:
         raise PlanError("calibrate works on a patched model before deploy: the scales are part of what is trained")
     if any(layer.quantization.settings.input_scale != "static" for layer in layers.values()):

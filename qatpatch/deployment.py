@@ -41,7 +41,7 @@ from qatpatch.patch import (
 from qatpatch.receipts import DeployReport
 from qatpatch.swap import bind_infer, watch_masks
 from qatpatch.switch import AttentionChoice
-from qatpatch.units import is_graph, is_hooked, layer_at, unwrap
+from qatpatch.units import is_graph, is_hooked, kind_of, layer_at, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -98,7 +98,7 @@ def deploy(
     retained = []
     for name in list(layers):
         layer = layers.pop(name)
-        if isinstance(layer, NVFP4Linear):  # packed by a deploy that was interrupted
+        if kind_of(layer) == "NVFP4Linear":  # packed by a deploy that was interrupted
             if not is_purged(layer):
                 retained.append(name)
             continue
@@ -177,9 +177,9 @@ def _check(model: nn.Module, record: Record, layers: dict[str, nn.Module]) -> No
 
 def _problem(layer: nn.Module) -> str | None:
     """Why a layer cannot be packed now; None where it can, or is."""
-    if isinstance(layer, NVFP4Linear):
+    if kind_of(layer) == "NVFP4Linear":
         return None
-    if not isinstance(layer, QATLinear):
+    if kind_of(layer) != "QATLinear":
         return f"it is a {type(layer).__name__} now; its patch was taken out"
     if _uncalibrated(layer):
         return "input_scale='static' and no scale yet; run forwards inside qatpatch.calibrate"
@@ -206,7 +206,7 @@ def _check_kernel(layers: dict[str, nn.Module], kernel: str) -> None:
     asked: dict[tuple[Any, ...], str] = {}
     for name, layer in layers.items():
         shape, bias = (layer.out_features, layer.in_features), layer.bias is not None
-        dtype = layer.compute_dtype if isinstance(layer, NVFP4Linear) else layer.weight.dtype
+        dtype = layer.compute_dtype if kind_of(layer) == "NVFP4Linear" else layer.weight.dtype
         limits = layer.quantization.limits(shape, dtype, bias)
         asked.setdefault((device_of(layer, layer), *limits.items()), name)
     for (device, *limits), name in asked.items():
