@@ -1,7 +1,7 @@
-"""A recipe is a value: whatever a stranger writes into one, it runs and imports nothing, and the error says what is wrong.
+"""A recipe is a value: whatever stands in one, it runs and imports nothing, and the error says what is wrong.
 
-Each attack would create a file, ``fired``, or import the module ``planted``, which creates it. The last test checks that
-both alarms ring.
+Each attack would create a file, ``fired``, or import the module ``planted``, which creates it. The last test checks
+that both alarms ring.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ PARTS = {"tokenizer": ["transformers", "GemmaTokenizer"], "scheduler": ["diffuse
 
 @pytest.mark.parametrize("library", ["planted", "planted.inner", "os"])
 def test_a_pipeline_folder_brings_no_library(library, fired):
-    recipe = pretrained({**PARTS, "text_encoder": [library, "Model"]})
-    with pytest.raises(RecipeError, match=f"takes 'text_encoder' from the library '{library}'"):
+    recipe = pretrained({**PARTS, "scheduler": [library, "Model"]})
+    with pytest.raises(RecipeError, match=f"takes 'scheduler' from the library '{library}'"):
         networks.load_text_encoder(recipe, torch.device("cpu"))
     assert "planted" not in sys.modules
 
