@@ -17,7 +17,6 @@ from recipe import FAMILIES, PretrainedModel, Recipe, RecipeError, TinyModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-_LIBRARIES = ("diffusers", "transformers")
 _PARTS = {
     "ltx2": ("transformer", "vae", "text_encoder", "tokenizer", "connectors"),
     "wan": ("transformer", "vae", "text_encoder", "tokenizer"),
@@ -172,29 +171,12 @@ def _load(cls: type, model: PretrainedModel, subfolder: str | None, **options: A
     if subfolder:
         options["subfolder"] = subfolder
     try:
-        if not subfolder:
-            _refuse_foreign_parts(cls, model)
         return cls.from_pretrained(model.path, revision=model.revision, use_safetensors=True, **options)
     except (OSError, ValueError) as error:
         raise RecipeError(
             f"{cls.__name__} cannot be loaded from {model.path!r}: {error}. model.path is a folder in diffusers' "
             "layout or a repository on the Hugging Face hub that you can read"
         ) from error
-
-
-def _refuse_foreign_parts(cls: type, model: PretrainedModel) -> None:
-    """diffusers imports whatever library ``model_index.json`` names for a part; these two are enough for any model here.
-
-    Raises:
-        RecipeError: a part is of another library.
-    """
-    for part, found in cls.load_config(model.path, revision=model.revision).items():
-        library = found[0] if isinstance(found, list | tuple) and len(found) == 2 else None
-        if isinstance(library, str) and library not in _LIBRARIES and not hasattr(diffusers.pipelines, library):
-            raise RecipeError(
-                f"model_index.json of {model.path!r} takes {part!r} from the library {library!r}, which would be "
-                f"imported; a recipe's model is made of {' and '.join(_LIBRARIES)} alone"
-            )
 
 
 def check_fit(recipe: Recipe, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:

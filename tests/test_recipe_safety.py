@@ -194,7 +194,7 @@ PARTS = {"tokenizer": ["transformers", "GemmaTokenizer"], "scheduler": ["diffuse
 @pytest.mark.parametrize("library", ["planted", "planted.inner", "os"])
 def test_a_pipeline_folder_brings_no_library(library, fired):
     recipe = pretrained({**PARTS, "scheduler": [library, "Model"]})
-    with pytest.raises(RecipeError, match=f"takes 'scheduler' from the library '{library}'"):
+    with pytest.raises(RecipeError, match=f"cannot be loaded .*{library}"):
         networks.load_text_encoder(recipe, torch.device("cpu"))
     assert "planted" not in sys.modules
 
@@ -204,7 +204,7 @@ def test_a_pipeline_folder_brings_no_code(fired):
         Path("pipe", name).parent.mkdir(parents=True, exist_ok=True)
         Path("pipe", f"{name}.py").write_text(Path("planted.py").read_text(encoding="utf-8"), encoding="utf-8")
     for index in ({"text_encoder": ["transformers", "Model"]}, {"text_encoder": ["modeling", "Model"]}):
-        with pytest.raises(RecipeError, match="from the library|cannot be loaded"):
+        with pytest.raises(RecipeError, match="cannot be loaded"):
             networks.load_text_encoder(pretrained({**PARTS, **index}), torch.device("cpu"))
     with pytest.raises(RecipeError, match="cannot be loaded"):
         networks.load_text_encoder(pretrained({"_class_name": ["pipeline", "Model"]}), torch.device("cpu"))
