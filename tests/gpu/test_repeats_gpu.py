@@ -20,10 +20,9 @@ REPEATS = 100
 
 
 def poison() -> None:
-    """Blocks of every size that the calls take are filled with NaN bytes and freed: the allocator hands them out next."""
-    blocks = [
-        torch.full((1 << size,), 0xFF, dtype=torch.uint8, device=DEVICE) for size in range(9, 24) for _ in range(3)
-    ]
+    """Blocks of every size that calls take, filled with NaN bytes and freed: the allocator hands them out next."""
+    sizes = [1 << power for power in range(9, 24)] * 3
+    blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, device=DEVICE) for size in sizes]
     del blocks
 
 
