@@ -25,9 +25,10 @@ lint: venv
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 
-# The site in site/, its notebooks executed; the tables that are made from the code are written into docs/ first.
+# The site in site/, its notebooks executed; its generated tables and pictures are written into docs/ first.
 docs: venv
 	PYTHONPATH=. $(BIN)/python docs/tables.py
+	$(BIN)/python docs/charts.py
 	$(BIN)/python -m mkdocs build
 
 wheel: venv

@@ -97,10 +97,34 @@ def test_notebooks_are_stored_without_outputs(notebook):
     assert all(not cell.outputs and cell.execution_count is None for cell in _code(notebook))
 
 
+def _script(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_show_the_numbers_of_their_page(tmp_path, monkeypatch):
+    charts = _script("charts")
+    assert charts.main(["--check"]) == 0, "run python docs/charts.py"
+    page = (DOCS / "benchmarks.md").read_text()
+    for name in charts.CHARTS:
+        assert f"(images/{name}.svg)" in page
+    assert "| 4290 x 4096 x 4096 | 1.079 |" in page
+    (tmp_path / "benchmarks.md").write_text(page.replace("x 4096 x 4096 | 1.079 |", "x 4096 x 4096 | 1.5 |"))
+    (tmp_path / "images").mkdir()
+    for picture in (DOCS / "images").iterdir():
+        (tmp_path / "images" / picture.name).write_bytes(picture.read_bytes())
+    monkeypatch.setattr(charts, "DOCS", tmp_path)
+    assert charts.main(["--check"]) == 1
+    charts.main([])
+    drawn = (tmp_path / "images" / "linears.svg").read_text()
+    assert "4290 x 4096 x 4096: patched 1.5, replay 1.069" in drawn and ">1.50<" in drawn
+    assert charts.main(["--check"]) == 0
+
+
 def test_tables_are_what_the_code_gives():
-    spec = importlib.util.spec_from_file_location("tables", DOCS / "tables.py")
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+    tables = _script("tables")
     marked = 0
     for page in DOCS.rglob("*.md"):
         text = page.read_text()
