@@ -26,7 +26,9 @@ def build_optimizer(options: Train, parameters: Iterable[torch.nn.Parameter]) ->
         elif options.optimizer == "bitsandbytes8bit":
             from bitsandbytes.optim import AdamW8bit
         else:
-            return torch.optim.AdamW(parameters, **arguments)
+            parameters = list(parameters)
+            # One kernel for all of them; on a CPU the plain steps, whose bits the recorded figures hold.
+            return torch.optim.AdamW(parameters, fused=parameters[0].is_cuda, **arguments)
     except ImportError as error:
         package = "torchao" if options.optimizer == "adamw8bit" else "bitsandbytes"
         raise RecipeError(
