@@ -27,7 +27,7 @@ from torch import nn
 from qatpatch import kernels
 from qatpatch.autocast import autocast_dtype, without_autocast
 from qatpatch.kernels import ops
-from qatpatch.linear_state import LinearSettings, LinearState, cast, check_dtypes, differentiated
+from qatpatch.linear_state import LinearSettings, LinearState, cast, check_dtypes, check_width, differentiated
 from qatpatch.recomputation import Call, remember
 from qatpatch.reuse import Kept
 
@@ -194,6 +194,7 @@ class QATLinear(nn.Linear):
         autocast, weight_dtype = autocast_dtype(device), weight.dtype
         dtype = state.compute_dtype(autocast, weight_dtype, training=self.training)
         check_dtypes(x.dtype, weight_dtype, autocast)
+        check_width(x, self.in_features)
         source, x, weight = x, cast(x, dtype), cast(weight, dtype)
         bias = None if bias is None else cast(bias, dtype)
         if state.calibration is not None:

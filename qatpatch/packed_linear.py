@@ -20,7 +20,7 @@ from qatpatch import kernels, nvfp4
 from qatpatch.autocast import autocast_dtype, without_autocast
 from qatpatch.kernels import layouts, native_ops, ops
 from qatpatch.linear import QATLinear
-from qatpatch.linear_state import COMPUTE_DTYPES, LinearState, cast, check_dtypes, differentiated
+from qatpatch.linear_state import COMPUTE_DTYPES, LinearState, cast, check_dtypes, check_width, differentiated
 
 _PURGED = (
     "{} needs a dense weight, and qatpatch.deploy packed this one; nothing can be added to or read from packed "
@@ -170,6 +170,7 @@ class NVFP4Linear(nn.Linear):
         state, host_dtype, device = self.quantization, self.compute_dtype, x.device
         autocast, packed, bias = autocast_dtype(device), self.weight_packed, self.bias
         check_dtypes(x.dtype, host_dtype, autocast)
+        check_width(x, self.in_features)
         dtype = autocast or state.trained_dtype or host_dtype
         out_dtype = autocast or host_dtype
         kernel = self.kernel(device, out_dtype)

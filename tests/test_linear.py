@@ -437,6 +437,27 @@ class TestHonesty:
             spoiled = module(x).isnan()
             assert spoiled[:, 11].all() and spoiled.sum() == 6
 
+    @pytest.mark.parametrize("settings", [{}, {"activations": False}, {"backward": "quantized"}], ids=str)
+    @pytest.mark.parametrize("columns, given", [(64, 63), (64, 1), (64, 128), (60, 64), (60, 49), (64, None)])
+    def test_an_input_of_another_width_is_refused_as_nn_linear_does(self, columns, given, settings):
+        """Packed rows are padded to 64: no kernel would notice, and 128 columns are two rows of 64."""
+        layer = patched_linear(columns, **settings)
+        shapes = [()] if given is None else [(given,), (3, given), (2, 4, given)]
+        shared = LinearState(LinearSettings(**settings), group="blocks.0.attn1")
+        sharing = copy.deepcopy(layer)
+        sharing.quantization = shared
+        layers = layer, sharing, *(NVFP4Linear.from_linear(each, retain=False) for each in (layer, sharing))
+        for shape in shapes:
+            x = torch.ones(shape)
+            with pytest.raises(RuntimeError):
+                plain_linear(columns)(x)
+            for module in layers:
+                for grad in (True, False):
+                    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=f"in_features={columns}"):
+                        module(x)
+                with _Called(), torch.no_grad(), pytest.raises(RuntimeError, match=f"in_features={columns}"):
+                    module(x)
+
     def test_layerwise_casting_is_refused_where_it_would_lose_the_master_weight(self):
         layer = patched_linear()
         before = copy.deepcopy(layer.state_dict())
@@ -743,6 +764,16 @@ class TestCompiled:
             y.backward(normal(2, 5, 48, seed=1).to(y.dtype))
             results.append((y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
         assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_an_input_of_another_width_is_refused(self, dynamic):
+        layer = patched_linear(60).eval()
+        for module in (layer, NVFP4Linear.from_linear(layer, retain=False)):
+            compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+            with torch.no_grad():
+                compiled(normal(5, 60))
+                with pytest.raises(RuntimeError):
+                    compiled(normal(5, 64))
 
     @pytest.mark.parametrize(
         "settings",
