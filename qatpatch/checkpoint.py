@@ -286,6 +286,9 @@ def checked(stored: PackedModel, file: Path) -> PackedModel:
         return stored
     if description.get("digest") != digest(description):
         raise CheckpointError(f"{file}: the description is not what was saved (its checksum differs)")
+    differing = sorted(stored.specs.keys() ^ description["checksums"].keys())
+    if differing:
+        raise CheckpointError(f"{file}: {differing[0]} is not as it was saved: it was added, or taken out")
 
     def tensor(name: str) -> torch.Tensor:
         found = stored.tensor(name)

@@ -307,6 +307,9 @@ def _expect_linear(model: nn.Module, name: str, path: str, layer: dict[str, Any]
     module = _submodule(model, name, path)
     if type(module) is not nn.Linear or [module.out_features, module.in_features] != list(layer["shape"]):
         raise CheckpointError(f"{path} is {module}, and the checkpoint has a linear of shape {layer['shape']} there")
+    if (module.bias is not None) != layer["bias"]:
+        has, file_has = ("a", "none") if module.bias is not None else ("no", "one")
+        raise CheckpointError(f"{path} of the model has {has} bias, and the checkpoint has {file_has}")
 
 
 def convert_computed(model: nn.Module, description: dict[str, Any], dtype: torch.dtype | None) -> None:

@@ -111,8 +111,16 @@ class Format:
         return layouts.swap_nibbles(packed) if self.high_first else packed
 
     def read_codes(self, stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        """The inverse of `write_codes`, for a logical shape."""
+        """The inverse of `write_codes`, for a logical shape.
+
+        Raises:
+            CheckpointError: there are codes beyond it, so it is not the shape of what is stored.
+        """
         stored = layouts.swap_nibbles(stored) if self.high_first else stored
+        if not (nvfp4.padding_is_zero(stored[rows:], 0) and nvfp4.padding_is_zero(stored, columns)):
+            raise CheckpointError(
+                f"there are codes beyond the {rows} x {columns} of the model's layer: the file is of a larger layer"
+            )
         return stored[:rows, : nvfp4.padded_length(columns) // 2].contiguous()
 
     def write_block_scale(self, scale: torch.Tensor) -> torch.Tensor:

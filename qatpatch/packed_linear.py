@@ -236,7 +236,8 @@ class NVFP4Linear(nn.Linear):
     def _settings(self) -> dict[str, Any]:
         """What the packed weight was trained with, as the metadata of a state dict carries it."""
         trained = self.quantization.trained_dtype
-        return {**asdict(self.quantization.settings), "computes_in": str(trained or self.compute_dtype)}
+        settings = asdict(self.quantization.settings)
+        return {**settings, "in_features": self.in_features, "computes_in": str(trained or self.compute_dtype)}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -282,12 +283,21 @@ class NVFP4Linear(nn.Linear):
                 )
             elif (state_dict[key].dtype == torch.uint8) != (current[key].dtype == torch.uint8):
                 error_msgs.append(f"{key} must be {current[key].dtype}, got {state_dict[key].dtype}")
+            elif key == prefix + "weight_packed" and not self._fits(state_dict[key]):
+                error_msgs.append(
+                    f"{key} has codes beyond the {self.in_features} inputs of the layer: it is of a wider layer"
+                )
             else:
                 continue
             return
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+    def _fits(self, packed: torch.Tensor) -> bool:
+        """Whether codes of the layer's stored width may be of its logical one."""
+        unpadded = self.in_features % nvfp4.BLOCK_SIZE == 0
+        return unpadded or packed.is_meta or nvfp4.padding_is_zero(packed, self.in_features)
 
     def extra_repr(self) -> str:
         kept = "retained" if self.dense_weight is not None else "purged"

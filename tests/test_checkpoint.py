@@ -125,6 +125,17 @@ def test_other_models_load_into_an_instance_that_is_given(tmp_path):
         qatpatch.load(tmp_path, model=nn.Linear(3, 3))
     with pytest.raises(CheckpointError, match="a linear of shape \\[32, 60\\]"):
         qatpatch.load(tmp_path, model=nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 8)))
+    with pytest.raises(CheckpointError, match="2 of the model has no bias, and the checkpoint has one"):
+        qatpatch.load(tmp_path, model=nn.Sequential(nn.Linear(60, 32), nn.GELU(), nn.Linear(32, 8, bias=False)))
+
+
+def test_a_bias_that_only_the_given_instance_has_is_refused(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 32, bias=False))
+    qatpatch.apply(model, ANY_LINEAR)
+    qatpatch.deploy(model)
+    qatpatch.save(model, tmp_path)
+    with pytest.raises(CheckpointError, match="0 of the model has a bias, and the checkpoint has none"):
+        qatpatch.load(tmp_path, model=nn.Sequential(nn.Linear(64, 32)))
 
 
 def test_save_refuses_what_is_not_deployed_and_names_the_way_out(tmp_path):

@@ -241,8 +241,18 @@ class TestIdentify:
             load(parts(MODELOPT), config=CONFIG["modelopt"], model=Skeleton(96))
         with pytest.raises(CheckpointError, match="layer is packed, and the Linear has no such layer"):
             load(parts(MODELOPT), config=CONFIG["modelopt"], model=nn.Linear(4, 4))
-        with pytest.raises(CheckpointError, match="Missing key"):
+        with pytest.raises(CheckpointError, match="1 tensors of the model are missing .other.bias"):
             load({k: t for k, t in parts(MODELOPT).items() if k != "other.bias"}, config=CONFIG["modelopt"])
+
+    @pytest.mark.parametrize("found", FORMATS.values(), ids=FORMATS)
+    def test_a_bias_that_one_side_alone_has(self, load, found):
+        say = dict(metadata=layerwise("layer")) if found is COMFY else dict(config=CONFIG[found.name])
+        with pytest.raises(CheckpointError, match=r"1 tensors of the model are missing .layer.bias"):
+            load({k: t for k, t in parts(found).items() if k != "layer.bias"}, **say)
+        without = Skeleton()
+        without.layer.bias = None
+        with pytest.raises(CheckpointError, match=r"1 tensors are none of the model's .layer.bias"):
+            load(parts(found), model=without, **say)
 
     def test_names_are_never_paths(self, load, tmp_path):
         before = sorted(p.name for p in tmp_path.parent.iterdir())

@@ -673,6 +673,22 @@ class TestStateDict:
             assert_packed_unchanged(packed, before)
             assert torch.equal(packed.bias, bias)
 
+    @pytest.mark.parametrize("theirs, ours", [(64, 60), (60, 64), (64, 49), (49, 64)])
+    def test_a_layer_of_another_width_is_told_by_the_metadata(self, theirs, ours):
+        """Both are stored 64 wide."""
+        packed, before = packed_linear(ours), packed_state(packed_linear(ours))
+        with pytest.raises(RuntimeError, match=f"in_features={theirs} there, {ours} here"):
+            packed.load_state_dict(packed_linear(theirs).state_dict())
+        assert_packed_unchanged(packed, before)
+
+    @pytest.mark.parametrize("ours", [60, 61, 63])
+    def test_a_wider_layer_is_told_by_its_codes_too(self, ours):
+        packed, before = packed_linear(ours), packed_state(packed_linear(ours))
+        with pytest.raises(RuntimeError, match=f"codes beyond the {ours} inputs"):
+            packed.load_state_dict(dict(packed_linear(64).state_dict()))
+        assert_packed_unchanged(packed, before)
+        packed.load_state_dict(dict(packed_linear(ours).state_dict()))
+
     def test_the_error_says_what_fits(self):
         with pytest.raises(
             RuntimeError, match="0 is packed NVFP4.*weight_packed.*has bias, weight. Dense weights do not fit"
