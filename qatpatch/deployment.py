@@ -40,13 +40,17 @@ from qatpatch.patch import (
 from qatpatch.receipts import DeployReport
 from qatpatch.swap import bind_infer, watch_masks
 from qatpatch.switch import AttentionChoice
-from qatpatch.units import is_graph, is_hooked, layer_at, unwrap
+from qatpatch.units import is_graph, is_hooked, layer_at, merged_layers, unwrap
 
 logger = logging.getLogger("qatpatch")
 
 _AVERAGED = (
     "an EMAModel with the shapes of this model's parameters is alive, and the model has fewer parameters now: its step "
     "and copy_to would pair the wrong ones and fail half-way; use copy_to before deploy, then drop it"
+)
+_MERGED = (
+    "an adapter is merged into it (fuse_lora, merge_adapter) and still attached: unfuse_lora and disable_adapters would "
+    "add it a second time to packed weights; take it off with unload_lora (peft: merge_and_unload), or unmerge it"
 )
 
 
@@ -148,6 +152,9 @@ class _Watched:
 
 def _check(model: nn.Module, record: Record, layers: dict[str, nn.Module]) -> None:
     problems = problem_lines((name, problem) for name, layer in layers.items() if (problem := _problem(layer)))
+    merged = merged_layers(model)
+    attached = [(name, _MERGED) for name, layer in layers.items() if any(layer is module for module in merged)]
+    problems += problem_lines(attached)
     waiting = waiting_problem(model, record)
     if waiting:
         problems.append(waiting)

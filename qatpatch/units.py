@@ -188,6 +188,17 @@ def adapters(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if is_wrapper(module)]
 
 
+def merged_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that adapters were merged into and still wrap: peft takes the adapters out again on its own."""
+    found = []
+    for module in model.modules():
+        if is_wrapper(module) and getattr(module, "merged_adapters", ()):
+            while is_wrapper(module):
+                module = module._modules[_ADAPTER_HOST]
+            found.append(module)
+    return found
+
+
 def logical(model: nn.Module, path: str) -> str:
     """A path without adapter wrappers: what the name would be without them, also after they were unloaded."""
     holder, kept = model, []

@@ -377,6 +377,44 @@ def test_merged_and_unloaded_adapters_leave_a_patch_that_works(first, tmp_path):
     assert torch.equal(run(model, data), out) and torch.equal(run(qatpatch.load(tmp_path), data), out)
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("by", ["diffusers", "peft", "peft, nested"])
+def test_adapters_that_are_merged_and_still_attached_are_refused(by, first):
+    """unfuse_lora and disable_adapters take the merge back, and could not from packed weights."""
+    if by == "diffusers":
+        model, data = adapted(first=first)
+        owner = model
+        owner.fuse_lora()
+    else:
+        import peft
+
+        owner = model = tiny_wan(layers=1)
+        data = wan_inputs(model)
+        if not first:
+            qatpatch.apply(model)
+        owner = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["to_q"], init_lora_weights=False))
+        if by == "peft, nested":
+            owner = peft.get_peft_model(owner, peft.IA3Config(target_modules=["to_q"], feedforward_modules=[]))
+        if first:
+            qatpatch.apply(model)
+        for module in model.modules():
+            if hasattr(module, "lora_A"):
+                module.merge()
+    out = run(model, data)
+    with pytest.raises(PlanError, match="blocks.0.attn1.to_q.*still attached.*unload_lora"):
+        qatpatch.deploy(model)
+    assert torch.equal(run(model, data), out)
+    if by == "diffusers":
+        owner.unload_lora()
+    else:
+        for module in model.modules():
+            if hasattr(module, "lora_A"):
+                module.unmerge()
+    out = run(model, data)
+    qatpatch.deploy(model)
+    assert torch.equal(run(model, data), out)
+
+
 def test_an_adapter_has_no_place_in_a_saved_model(tmp_path):
     model, _ = adapted(first=True)
     qatpatch.deploy(model)
