@@ -88,11 +88,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def write_model(directory: Path, model: PackedModel) -> None:
     """Write our own format: `WEIGHTS_NAME` and config.json. Each tensor is asked for twice."""
-    if (directory / INDEX_NAME).exists():
-        raise CheckpointError(
-            f"{directory} holds a sharded model ({INDEX_NAME}), which would be read instead of what is saved now; "
-            "save to another directory, or remove that one's files"
-        )
+    check_target(directory / WEIGHTS_NAME)
     description = seal(model.description, ((name, model.tensor(name)) for name in sorted(model.specs)))
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -101,6 +97,28 @@ def write_model(directory: Path, model: PackedModel) -> None:
         replace_file(directory / CONFIG_NAME, lambda temporary: temporary.write_text(_config_json(description)))
     except OSError as error:
         raise CheckpointError(f"cannot write to {directory}: {error}") from error
+
+
+def check_target(file: Path) -> None:
+    """Refuse to write ``file`` over dense weights, which nothing brings back, or beside a sharded model.
+
+    Raises:
+        CheckpointError: it would be lost, or nobody could say which of the two is meant.
+    """
+    if file.name == WEIGHTS_NAME and (file.parent / INDEX_NAME).exists():
+        raise CheckpointError(
+            f"{file.parent} holds a sharded model ({INDEX_NAME}), which would be read instead of what is saved now; "
+            "write to another directory, or remove that one's files"
+        )
+    try:
+        packed = not file.is_file() or any(spec.dtype is torch.uint8 for spec in TensorFile(file).specs.values())
+    except CheckpointError:
+        return  # no weights are lost with a file that cannot be read
+    if not packed:
+        raise CheckpointError(
+            f"{file} holds weights that are not packed, perhaps those that this model comes from, and they would be "
+            "lost; write elsewhere, or remove that file first"
+        )
 
 
 def load(
@@ -193,6 +211,11 @@ def open_stored(
 def _shards(file: Path) -> list[Path]:
     """The file, or where it is none all that the index beside it names."""
     index = file.parent / INDEX_NAME
+    if file.is_file() and file.name == WEIGHTS_NAME and index.is_file():
+        raise CheckpointError(
+            f"{file.parent} holds one model in {WEIGHTS_NAME} and one in the shards of {INDEX_NAME}, and nothing says "
+            "which is meant (diffusers reads the shards); remove the file, or the index and its shards"
+        )
     if file.is_file() or not index.is_file():
         if not file.is_file():
             missing = file if file.parent.is_dir() else file.parent

@@ -21,6 +21,7 @@ from qatpatch.checkpoint import (
     CONFIG_NAME,
     HEADER_KEY,
     WEIGHTS_NAME,
+    check_target,
     checked,
     open_stored,
     weights_file,
@@ -151,6 +152,8 @@ def convert(
 
 
 def _write(source: PackedModel, path: str | os.PathLike[str], found: Format, comfy: _Comfy) -> None:
+    file = _file(path) if found is COMFY else _directory(path, found.name) / WEIGHTS_NAME
+    check_target(file)
     packed, dense = _split(source)
     inputs = _input_scales(packed, found, comfy)
     keys = _keys(source, packed, dense, found, comfy)
@@ -189,9 +192,7 @@ def _write(source: PackedModel, path: str | os.PathLike[str], found: Format, com
         taken = TensorFile(Path(comfy.metadata_from)).metadata if comfy.metadata_from is not None else {}
         metadata = taken | metadata | {COMFY_METADATA: comfy_metadata(weight_only)}
         metadata.pop(CONFIG_KEY, None)
-        file = _file(path)
     else:
-        file = _directory(path, found.name) / WEIGHTS_NAME
         metadata[CONFIG_KEY] = json.dumps(config)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

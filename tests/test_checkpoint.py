@@ -229,6 +229,59 @@ def test_deployed_state_dicts_between_models_load_whole_or_not_at_all():
             assert all(torch.equal(now[k], v) for k, v in before.items())
 
 
+@pytest.mark.parametrize("write", ["save", "modelopt", "compressed-tensors", "comfy", "convert"])
+def test_nothing_is_written_over_dense_weights(write, tmp_path):
+    """The model may come from there, and nothing brings them back."""
+    model = tiny_wan(layers=1)
+    model.save_pretrained(tmp_path / "dense")
+    before = {name: (tmp_path / "dense" / name).read_bytes() for name in os.listdir(tmp_path / "dense")}
+    qatpatch.apply(model, input_scale="unit")
+    qatpatch.deploy(model)
+    qatpatch.save(model, tmp_path / "packed")
+    targets = [tmp_path / "dense", tmp_path / "packed"]  # replacing packed weights is fine
+    if write == "comfy":
+        targets = [target / WEIGHTS_NAME for target in targets]
+
+    def to(target):
+        if write == "save":
+            qatpatch.save(model, target)
+        elif write == "convert":
+            qatpatch.convert(tmp_path / "packed", target, "modelopt")
+        else:
+            qatpatch.export(model, target, write)
+
+    with pytest.raises(CheckpointError, match="not packed.*would be lost; write elsewhere"):
+        to(targets[0])
+    assert {name: (tmp_path / "dense" / name).read_bytes() for name in os.listdir(tmp_path / "dense")} == before
+    if write != "convert":
+        to(targets[1])
+
+
+def test_a_directory_with_a_file_and_an_index_says_not_which_is_meant(saved):
+    """save_pretrained in shards leaves an older single file where it is."""
+    _, directory = saved
+    other = tiny_wan(layers=1, seed=1)
+    qatpatch.apply(other)
+    qatpatch.deploy(other)
+    other.save_pretrained(directory, max_shard_size="500KB")
+    assert (directory / WEIGHTS_NAME).exists() and (directory / f"{WEIGHTS_NAME}.index.json").exists()
+    for path in (directory, directory / WEIGHTS_NAME):
+        with pytest.raises(CheckpointError, match="nothing says which is meant.*remove the file, or the index"):
+            qatpatch.load(path)
+        with pytest.raises(CheckpointError, match="nothing says which is meant"):
+            qatpatch.convert(path, directory / "x", "modelopt", without_input_scale=False)
+    for write in (qatpatch.save, lambda m, p: qatpatch.export(m, p, "modelopt")):
+        with pytest.raises(CheckpointError, match="sharded model.*another directory"):
+            write(other, directory)
+    (directory / WEIGHTS_NAME).unlink()
+    loaded = qatpatch.load(directory)
+    assert all(
+        torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), other.state_dict().values(), strict=True)
+    )
+    with pytest.raises(CheckpointError, match="sharded model.*another directory"):
+        qatpatch.export(other, directory, "modelopt")
+
+
 def test_a_failed_save_leaves_the_old_files_whole(saved, monkeypatch):
     model, directory = saved
     before = {name: (directory / name).read_bytes() for name in os.listdir(directory)}
