@@ -32,7 +32,7 @@ from qatpatch.patch import (
     attention_states,
     device_of,
     layer_state,
-    move_hooks,
+    move_extras,
     patch_record,
     replace_module,
     waiting_problem,
@@ -40,7 +40,7 @@ from qatpatch.patch import (
 from qatpatch.receipts import DeployReport
 from qatpatch.swap import bind_infer, watch_masks
 from qatpatch.switch import AttentionChoice
-from qatpatch.units import is_graph, is_hooked, layer_at, merged_layers, unwrap
+from qatpatch.units import computed_parameter, is_graph, is_hooked, layer_at, merged_layers, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -49,8 +49,8 @@ _AVERAGED = (
     "and copy_to would pair the wrong ones and fail half-way; use copy_to before deploy, then drop it"
 )
 _MERGED = (
-    "an adapter is merged into it (fuse_lora, merge_adapter) and still attached: unfuse_lora and disable_adapters would "
-    "add it a second time to packed weights; take it off with unload_lora (peft: merge_and_unload), or unmerge it"
+    "an adapter is merged into it (fuse_lora, merge_adapter) and still attached: unfuse_lora and disable_adapters "
+    "would add it a second time to packed weights; take it off with unload_lora (peft: merge_and_unload), or unmerge it"
 )
 
 
@@ -105,7 +105,7 @@ def deploy(
             continue
         retain = retain_original_weights or layer.quantization.settings.refine_only
         packed = NVFP4Linear.from_linear(layer, retain=retain)
-        move_hooks(layer, packed)
+        move_extras(layer, packed)
         packed.train(layer.training)
         if retain:
             retained.append(name)
@@ -187,6 +187,9 @@ def _problem(layer: nn.Module) -> str | None:
         return f"it is a {type(layer).__name__} now; its patch was taken out"
     if _uncalibrated(layer):
         return "input_scale='static' and no scale yet; run forwards inside qatpatch.calibrate"
+    computed = computed_parameter(layer)
+    if computed:
+        return computed
     if is_hooked(layer):
         return "a hook (offload, accelerate, layerwise casting) replaced its forward; take it off first"
     if layer.weight.is_meta:

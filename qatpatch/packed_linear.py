@@ -107,6 +107,7 @@ class NVFP4Linear(nn.Linear):
         self.register_buffer("weight_scale", block_scale)
         self.register_buffer("weight_global_scale", global_scale.reshape(1).view(torch.uint8))
         self._tiled_from: tuple[int, int] | None = None
+        self._trainable = False  # the dense weight, should it be put back
         self.bias = bias
         self.dense_weight = dense_weight
         self.quantization = quantization
@@ -114,7 +115,7 @@ class NVFP4Linear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: QATLinear, *, retain: bool) -> NVFP4Linear:
-        """Pack ``linear``; ``retain`` keeps its dense weight as ``dense_weight`` (the same Parameter)."""
+        """Pack ``linear``; ``retain`` keeps its dense weight as ``dense_weight``: the same Parameter, now frozen."""
         state, weight = linear.quantization, linear.weight
         packed, block_scale, global_scale = packed_weight(linear)
         layer = cls(
@@ -129,6 +130,9 @@ class NVFP4Linear(nn.Linear):
         )
         if kernels.kernel_named(layer.kernel(weight.device)).native:
             layer.tiled_scale()
+        if retain:  # a step of an optimizer would move it away from the packed one
+            layer._trainable = weight.requires_grad
+            weight.requires_grad_(False).grad = None
         return layer
 
     @property
@@ -161,7 +165,7 @@ class NVFP4Linear(nn.Linear):
                     "this layer was packed and its dense weight purged, so it cannot run dense; deploy with "
                     "retain_original_weights=True to keep that possible"
                 )
-            return nn.functional.linear(x, self.dense_weight, self.bias)
+            return nn.functional.linear(x, self.dense_weight.detach(), self.bias)
         if differentiated(x, self.bias):
             return _PackedLinear.apply(x, self.bias, self)
         return self._packed(x)

@@ -149,6 +149,17 @@ def linear_problem(module: nn.Linear) -> str | None:
     return None
 
 
+def computed_parameter(module: nn.Linear) -> str | None:
+    """Why a patched linear has no weight or bias of its own to pack; None where it has."""
+    for name in ("weight", "bias"):
+        if name not in module._parameters:
+            return (
+                f"its {name} is computed from other tensors on each forward (weight_norm, spectral_norm, prune, "
+                "parametrize?); make it plain first (remove_weight_norm, prune.remove, remove_parametrizations)"
+            )
+    return None
+
+
 def layer_at(model: nn.Module, path: str) -> nn.Module | None:
     """The layer that was at ``path``, also where adapters wrapped it since or were unloaded; None where it is gone."""
     place = _place(model, path)
