@@ -4,7 +4,8 @@
 header metadata            ``qatpatch``: what `qatpatch.description` says of the model
 tensors                    the state dict: ``X.weight_packed``, ``X.weight_scale``, ``X.weight_global_scale`` (uint8),
                            ``X.bias``, retained ``X.dense_weight``, and everything that was not patched
-config.json                the same description for people and other tools; `load` reads the header
+config.json                the same description for people and other tools; `load` reads the header, and refuses another
+                           config beside it
 =========================  =====================================================================================
 
 The file is written beside its place and renamed, so a killed save leaves the old one whole. Loading is strict: names,
@@ -36,6 +37,7 @@ from qatpatch.description import (
     parse,
     plain_config,
     prepare,
+    same_config,
     same_description,
     seal,
     writable,
@@ -164,7 +166,6 @@ def load(
     if changed:
         raise CheckpointError(f"{file}: {changed} is not what was saved (its checksum differs); the file was changed")
     _move_rest(skeleton, device, description, dtype)
-    _compare_config(file.parent / CONFIG_NAME, description)
     record.switch.context = dispatch.SharedSequence(skeleton)
     vars(skeleton)[RECORD] = record
     if dispatch.is_diffusers_model(skeleton):
@@ -191,6 +192,8 @@ def open_stored(
     opened = [TensorFile(shard) for shard in files]
     if HEADER_KEY in opened[0].metadata:
         description = same_description([parse(shard.metadata, shard.path) for shard in opened], files)
+        if len(files) > 1 or file.name == WEIGHTS_NAME:
+            _compare_config(file.parent / CONFIG_NAME, description)
         holder = {name: shard for shard in opened for name in shard.specs}
         specs = {name: shard.specs[name] for name, shard in holder.items()}
         stored = PackedModel(description=description, specs=specs, tensor=lambda name: holder[name].tensor(name))
@@ -292,14 +295,14 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def _compare_config(file: Path, description: dict[str, Any]) -> None:
-    """Warn where config.json, which is for people and other tools, no longer says what the file does."""
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        same = all(config.get(key) == value for key, value in description["config"].items())
-    except (OSError, ValueError, AttributeError):
-        same = not file.exists()
-    if not same:
-        logger.warning("load: %s differs from the header of the weights, which is what counts", file)
+    """Refuse weights beside a config.json that describes another model; none at all is fine."""
+    if not file.exists():
+        return
+    config = read_json_file(file)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} is no object; write the one back that was saved, or remove it")
+    config = {**config, "_class_name": config.get("_class_name", description["class"])}
+    same_config(config, {**description["config"], "_class_name": description["class"]}, file)
 
 
 def checked(stored: PackedModel, file: Path) -> PackedModel:

@@ -210,6 +210,22 @@ def same_description(descriptions: list[dict[str, Any]], files: list[Path]) -> d
     return descriptions[0]
 
 
+def same_config(config: dict[str, Any], saved: dict[str, Any], where: object) -> None:
+    """Compare the config that a loader found with the one in the headers of the weights.
+
+    Raises:
+        CheckpointError: they differ; the message has the keys.
+    """
+    missing = object()
+    differing = [key for key, value in sorted(saved.items()) if config.get(key, missing) != value]
+    if differing:
+        shown = ", ".join(f"{key}: {config.get(key)!r} there, {saved[key]!r} saved" for key in differing[:5])
+        raise CheckpointError(
+            f"{where} is not the config that the weights were saved with ({shown}{', ...' if differing[5:] else ''}); "
+            "write the saved values back"
+        )
+
+
 def prepare(
     model: nn.Module, description: dict[str, Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> Record:
