@@ -40,7 +40,7 @@ from qatpatch.patch import (
 from qatpatch.receipts import DeployReport
 from qatpatch.swap import bind_infer, watch_masks
 from qatpatch.switch import AttentionChoice
-from qatpatch.units import computed_parameter, is_graph, is_hooked, layer_at, merged_layers, unwrap
+from qatpatch.units import bypassed_layers, computed_parameter, is_graph, is_hooked, layer_at, merged_layers, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -154,6 +154,8 @@ def _check(model: nn.Module, record: Record, layers: dict[str, nn.Module]) -> No
     problems = problem_lines((name, problem) for name, layer in layers.items() if (problem := _problem(layer)))
     merged = merged_layers(model)
     attached = [(name, _MERGED) for name, layer in layers.items() if any(layer is module for module in merged)]
+    bypassed = bypassed_layers(model)
+    attached += [(name, why) for name, layer in layers.items() for module, why in bypassed if module is layer]
     problems += problem_lines(attached)
     waiting = waiting_problem(model, record)
     if waiting:

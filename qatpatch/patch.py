@@ -33,7 +33,7 @@ from qatpatch.profiles import Profile
 from qatpatch.receipts import LayerReceipt, PatchReport, Refusal, refusals
 from qatpatch.reuse import input_group
 from qatpatch.switch import Switch
-from qatpatch.units import forget_bound_forward, is_graph, is_hooked, layer_at, replace_layer, unwrap
+from qatpatch.units import bypassed_layers, forget_bound_forward, is_graph, is_hooked, layer_at, replace_layer, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -196,11 +196,14 @@ def report(model: nn.Module) -> PatchReport:
     rows: dict[str, Kernel] = {}
     warnings = list(record.warnings)
     passed_over = PassedOver()
+    bypassed = {id(layer): problem for layer, problem in bypassed_layers(model)}
     for kind, names in (("linear", record.linears), ("attention", record.attentions)):
         for name, paths in names.items():
             module = layer_at(model, paths[0])
             device = device_of(module, model)
             layer, row = _layer_receipt(kind, module, device)
+            if id(module) in bypassed:
+                layer, row = _dense_receipt(kind, "replaced", bypassed[id(module)]), None
             layers[name] = layer
             if row is not None:
                 rows[name] = row
