@@ -248,10 +248,11 @@ def _receipt(
         gc.collect()
         alive = {name: w for name, w in alive.items() if not w.storage.expired()}
     after = model_bytes(model)
-    own = {id(parameter) for parameter in model.parameters()}
-    shared = {name for name, w in alive.items() if id(w.parameter()) in own}
-    # What another layer of the model still uses is part of "after" already.
-    freed = before - after - sum(w.nbytes for name, w in alive.items() if name not in shared)
+    own = {StorageWeakRef(_local(t).untyped_storage()) for t in (*model.parameters(), *model.buffers())}
+    shared = {name for name, w in alive.items() if w.storage in own}
+    # What another layer of the model still uses is part of "after" already; tied weights are one storage.
+    outside = {w.storage: w.nbytes for name, w in alive.items() if name not in shared}
+    freed = before - after - sum(outside.values())
     if allocated is not None:
         freed = allocated - _allocated(devices)
     rows, passed_over, notes = {}, PassedOver(), Counter()

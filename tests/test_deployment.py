@@ -540,6 +540,21 @@ def test_a_weight_that_another_layer_shares_is_not_counted_as_held_twice():
     assert report.held == {"a": "another layer of the model, which shares it"}
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_tied_weights_are_freed_once(held):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    model[2].weight = nn.Parameter(model[0].weight.data)  # another parameter of the same storage
+    qatpatch.apply(model, ANY_LINEAR)
+    keep = model[0].weight if held else None
+    report = qatpatch.deploy(model)
+    packed = 3 * (64 * 64 * 9 // 16 + 4)
+    assert report.bytes_before - report.bytes_after == 64 * 64 * 4 - packed
+    assert report.bytes_freed == (-packed if held else 64 * 64 * 4 - packed)
+    assert bool(report.held) == held
+    del keep
+
+
 def test_deployed_biases_train_and_packed_bytes_refuse_other_dtypes():
     model = nn.Sequential(nn.Linear(64, 32))
     qatpatch.apply(model, ANY_LINEAR)
