@@ -95,7 +95,7 @@ def module_units(model: nn.Module) -> list[Unit]:
                 paths=own,
                 names=tuple(dict.fromkeys(logical(model, p) for p in own)),
                 kind="linear",
-                problem=linear_problem(module) or _fused_problem(model, path) or bypassed.get(id(module)),
+                problem=linear_problem(module) or _read_problem(model, path) or bypassed.get(id(module)),
                 adapter=_is_adapter(model, path),
                 weight=module.weight if isinstance(getattr(module, "weight", None), torch.Tensor) else None,
                 width=module.in_features,
@@ -115,10 +115,16 @@ def module_units(model: nn.Module) -> list[Unit]:
     return list(units.values())
 
 
-def _fused_problem(model: nn.Module, path: str) -> str | None:
-    parent = model.get_submodule(path.rpartition(".")[0])
-    if getattr(parent, "fused_projections", False) is True and path.rpartition(".")[2].startswith(("to_", "add_")):
+def _read_problem(model: nn.Module, path: str) -> str | None:
+    """Why the module around a linear would run without calling it; None where it calls."""
+    parent, child = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+    if getattr(parent, "fused_projections", False) is True and child.startswith(("to_", "add_")):
         return "fuse_qkv_projections replaced the projections beside it, so it may never run; unfuse first"
+    if getattr(type(parent), "forward", None) is nn.TransformerEncoderLayer.forward:
+        return (
+            "nn.TransformerEncoderLayer reads its weight in evaluation and does not call it (torch's fast path), so "
+            "the patch would run in training alone; exclude it"
+        )
     return None
 
 
