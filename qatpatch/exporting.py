@@ -58,6 +58,16 @@ class _Comfy:
     prefix: str = PREFIX
     metadata_from: str | os.PathLike[str] | None = None
 
+    def __post_init__(self) -> None:
+        for name, kind, said in (
+            ("without_input_scale", bool, "True or False"),
+            ("original_names", bool, "True or False"),
+            ("prefix", str, "a string, empty for none"),
+            ("metadata_from", str | os.PathLike | None, "the path of a safetensors file"),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                raise CheckpointError(f"{name} is {said}, got {getattr(self, name)!r}")
+
 
 @torch.no_grad()
 def export(

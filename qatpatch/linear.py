@@ -226,6 +226,18 @@ class QATLinear(nn.Linear):
             self._refuse_narrow(fn(self.weight.detach().reshape(-1)[:0]).dtype, 2)
         return super()._apply(fn, recurse)
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *rest: list[str]
+    ) -> None:
+        """As `nn.Linear`; nothing of a packed layer, also with strict=False: its bias belongs to another weight."""
+        if f"{prefix}weight_packed" in state_dict:
+            rest[-1].append(
+                f"{prefix[:-1]} trains, and the state dict has it packed (of a deployed model); read packed weights "
+                "with qatpatch.load, or load the weights from before deploy"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
+
     def _refuse_narrow(self, dtype: torch.dtype, bytes_needed: int) -> None:
         if self.weight.requires_grad and dtype.is_floating_point and dtype.itemsize < bytes_needed:
             raise RuntimeError(

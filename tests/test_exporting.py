@@ -418,6 +418,14 @@ class TestRefusals:
         with pytest.raises(CheckpointError, match="did you mean 'qatpatch'"):
             qatpatch.convert(tmp_path, tmp_path, "qatpach")
 
+    @pytest.mark.parametrize(
+        "wrong", [dict(prefix=None), dict(prefix=5), dict(original_names=1), dict(without_input_scale="x")], ids=str
+    )
+    def test_options_of_another_type(self, tmp_path, wrong):
+        for write in (qatpatch.export, qatpatch.convert):
+            with pytest.raises(CheckpointError, match=f"{next(iter(wrong))} is .*, got"):
+                write(tiny_wan(layers=1), tmp_path / "x.safetensors", format="comfy", **wrong)
+
     def test_lengths_that_readers_have_no_blocks_for(self, tmp_path):
         model = ragged()
         qatpatch.apply(model, ANY_LINEAR, input_scale="unit")

@@ -689,6 +689,19 @@ class TestStateDict:
         assert_packed_unchanged(packed, before)
         packed.load_state_dict(dict(packed_linear(ours).state_dict()))
 
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_a_layer_that_trains_takes_nothing_of_a_packed_one(self, strict):
+        """Its names fit the bias alone."""
+        for layer, prefix in ((patched_linear(), ""), (nn.Sequential(patched_linear()), "0.")):
+            before = copy.deepcopy(layer.state_dict())
+            packed = packed_linear()
+            with torch.no_grad():
+                packed.bias.add_(1)
+            given = {prefix + key: value for key, value in packed.state_dict().items()}
+            with pytest.raises(RuntimeError, match="trains, and the state dict has it packed.*qatpatch.load"):
+                layer.load_state_dict(given, strict=strict)
+            assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items())
+
     def test_the_error_says_what_fits(self):
         with pytest.raises(
             RuntimeError, match="0 is packed NVFP4.*weight_packed.*has bias, weight. Dense weights do not fit"
