@@ -115,7 +115,7 @@ class NVFP4Linear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: QATLinear, *, retain: bool) -> NVFP4Linear:
-        """Pack ``linear``; ``retain`` keeps its dense weight as ``dense_weight``: the same Parameter, now frozen."""
+        """Pack ``linear``; ``retain`` keeps its dense weight as ``dense_weight`` (the same Parameter)."""
         state, weight = linear.quantization, linear.weight
         packed, block_scale, global_scale = packed_weight(linear)
         layer = cls(
@@ -130,10 +130,12 @@ class NVFP4Linear(nn.Linear):
         )
         if kernels.kernel_named(layer.kernel(weight.device)).native:
             layer.tiled_scale()
-        if retain:  # a step of an optimizer would move it away from the packed one
-            layer._trainable = weight.requires_grad
-            weight.requires_grad_(False).grad = None
         return layer
+
+    def freeze_dense(self) -> None:
+        """Let no step of an optimizer move the retained weight away from the packed one."""
+        self._trainable = self._trainable or self.dense_weight.requires_grad
+        self.dense_weight.requires_grad_(False).grad = None
 
     @property
     def weight(self) -> torch.Tensor:
