@@ -157,7 +157,7 @@ def calibrate(model: nn.Module, *, percentile: float = 100.0, across_ranks: bool
             ``input_scale="static"``; or, at the end, no forward ran inside, or an input held NaN or infinity, or
             nothing but zeros up to the percentile. Then every scale stays as it was.
     """
-    if not 0 < percentile <= 100:
+    if not isinstance(percentile, int | float) or not 0 < percentile <= 100:
         raise ValueError(f"percentile is above 0 and at most 100 (the maximum), got {percentile!r}")
     model = unwrap(model)
     layers = _calibratable(model)

@@ -4,7 +4,8 @@
 header metadata            ``qatpatch``: what `qatpatch.description` says of the model
 tensors                    the state dict: ``X.weight_packed``, ``X.weight_scale``, ``X.weight_global_scale`` (uint8),
                            ``X.bias``, retained ``X.dense_weight``, and everything that was not patched
-config.json                the same description for people and other tools; `load` reads the header
+config.json                the same description for people and other tools; `load` reads the header, and refuses another
+                           config beside it
 =========================  =====================================================================================
 
 The file is written beside its place and renamed, so a killed save leaves the old one whole. Loading is strict: names,
@@ -36,6 +37,7 @@ from qatpatch.description import (
     parse,
     plain_config,
     prepare,
+    same_config,
     same_description,
     seal,
     writable,
@@ -88,11 +90,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def write_model(directory: Path, model: PackedModel) -> None:
     """Write our own format: `WEIGHTS_NAME` and config.json. Each tensor is asked for twice."""
-    if (directory / INDEX_NAME).exists():
-        raise CheckpointError(
-            f"{directory} holds a sharded model ({INDEX_NAME}), which would be read instead of what is saved now; "
-            "save to another directory, or remove that one's files"
-        )
+    check_target(directory / WEIGHTS_NAME)
     description = seal(model.description, ((name, model.tensor(name)) for name in sorted(model.specs)))
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -101,6 +99,28 @@ def write_model(directory: Path, model: PackedModel) -> None:
         replace_file(directory / CONFIG_NAME, lambda temporary: temporary.write_text(_config_json(description)))
     except OSError as error:
         raise CheckpointError(f"cannot write to {directory}: {error}") from error
+
+
+def check_target(file: Path) -> None:
+    """Refuse to write ``file`` over dense weights, which nothing brings back, or beside a sharded model.
+
+    Raises:
+        CheckpointError: it would be lost, or nobody could say which of the two is meant.
+    """
+    if file.name == WEIGHTS_NAME and (file.parent / INDEX_NAME).exists():
+        raise CheckpointError(
+            f"{file.parent} holds a sharded model ({INDEX_NAME}), which would be read instead of what is saved now; "
+            "write to another directory, or remove that one's files"
+        )
+    try:
+        packed = not file.is_file() or any(spec.dtype is torch.uint8 for spec in TensorFile(file).specs.values())
+    except CheckpointError:
+        return  # no weights are lost with a file that cannot be read
+    if not packed:
+        raise CheckpointError(
+            f"{file} holds weights that are not packed, perhaps those that this model comes from, and they would be "
+            "lost; write elsewhere, or remove that file first"
+        )
 
 
 def load(
@@ -146,7 +166,6 @@ def load(
     if changed:
         raise CheckpointError(f"{file}: {changed} is not what was saved (its checksum differs); the file was changed")
     _move_rest(skeleton, device, description, dtype)
-    _compare_config(file.parent / CONFIG_NAME, description)
     record.switch.context = dispatch.SharedSequence(skeleton)
     vars(skeleton)[RECORD] = record
     if dispatch.is_diffusers_model(skeleton):
@@ -173,6 +192,8 @@ def open_stored(
     opened = [TensorFile(shard) for shard in files]
     if HEADER_KEY in opened[0].metadata:
         description = same_description([parse(shard.metadata, shard.path) for shard in opened], files)
+        if len(files) > 1 or file.name == WEIGHTS_NAME:
+            _compare_config(file.parent / CONFIG_NAME, description)
         holder = {name: shard for shard in opened for name in shard.specs}
         specs = {name: shard.specs[name] for name, shard in holder.items()}
         stored = PackedModel(description=description, specs=specs, tensor=lambda name: holder[name].tensor(name))
@@ -193,6 +214,11 @@ def open_stored(
 def _shards(file: Path) -> list[Path]:
     """The file, or where it is none all that the index beside it names."""
     index = file.parent / INDEX_NAME
+    if file.is_file() and file.name == WEIGHTS_NAME and index.is_file():
+        raise CheckpointError(
+            f"{file.parent} holds one model in {WEIGHTS_NAME} and one in the shards of {INDEX_NAME}, and nothing says "
+            "which is meant (diffusers reads the shards); remove the file, or the index and its shards"
+        )
     if file.is_file() or not index.is_file():
         if not file.is_file():
             missing = file if file.parent.is_dir() else file.parent
@@ -269,14 +295,14 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def _compare_config(file: Path, description: dict[str, Any]) -> None:
-    """Warn where config.json, which is for people and other tools, no longer says what the file does."""
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        same = all(config.get(key) == value for key, value in description["config"].items())
-    except (OSError, ValueError, AttributeError):
-        same = not file.exists()
-    if not same:
-        logger.warning("load: %s differs from the header of the weights, which is what counts", file)
+    """Refuse weights beside a config.json that describes another model; none at all is fine."""
+    if not file.exists():
+        return
+    config = read_json_file(file)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} is no object; write the one back that was saved, or remove it")
+    config = {**config, "_class_name": config.get("_class_name", description["class"])}
+    same_config(config, {**description["config"], "_class_name": description["class"]}, file)
 
 
 def checked(stored: PackedModel, file: Path) -> PackedModel:
@@ -286,6 +312,9 @@ def checked(stored: PackedModel, file: Path) -> PackedModel:
         return stored
     if description.get("digest") != digest(description):
         raise CheckpointError(f"{file}: the description is not what was saved (its checksum differs)")
+    differing = sorted(stored.specs.keys() ^ description["checksums"].keys())
+    if differing:
+        raise CheckpointError(f"{file}: {differing[0]} is not as it was saved: it was added, or taken out")
 
     def tensor(name: str) -> torch.Tensor:
         found = stored.tensor(name)

@@ -189,6 +189,7 @@ def export(
     if "quantization_config" in config:
         raise CheckpointError(f"{model_dir} is packed already; use `qatpatch convert`")
     exporting.format_named(format)
+    _refuse_source(model_dir, target)
     dtypes = {str(known).removeprefix("torch."): known for known in (torch.bfloat16, torch.float16, torch.float32)}
     if dtype not in dtypes:
         _fail(f"--dtype {dtype} is none of {', '.join(dtypes)}", 2)
@@ -216,6 +217,12 @@ def _model_dir(path: Path) -> Path:
     """The directory of the transformer, also where a pipeline's is given."""
     inner = path / "transformer"
     return inner if not (path / checkpoint.CONFIG_NAME).is_file() and inner.is_dir() else path
+
+
+def _refuse_source(model_dir: Path, target: Path) -> None:
+    """Nothing is written into the directory that is read: its weights or its config would be replaced."""
+    if target.resolve().is_relative_to(model_dir.resolve()):
+        raise CheckpointError(f"the target {target} lies in the directory that is read, {model_dir}; write elsewhere")
 
 
 def _config(path: Path) -> dict[str, Any]:

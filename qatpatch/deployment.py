@@ -33,7 +33,7 @@ from qatpatch.patch import (
     device_of,
     is_purged,
     layer_state,
-    move_hooks,
+    move_extras,
     patch_record,
     replace_module,
     waiting_problem,
@@ -41,13 +41,26 @@ from qatpatch.patch import (
 from qatpatch.receipts import DeployReport
 from qatpatch.swap import bind_infer, watch_masks
 from qatpatch.switch import AttentionChoice
-from qatpatch.units import is_graph, is_hooked, kind_of, layer_at, unwrap
+from qatpatch.units import (
+    bypassed_layers,
+    computed_parameter,
+    is_graph,
+    is_hooked,
+    kind_of,
+    layer_at,
+    merged_layers,
+    unwrap,
+)
 
 logger = logging.getLogger("qatpatch")
 
 _AVERAGED = (
     "an EMAModel with the shapes of this model's parameters is alive, and the model has fewer parameters now: its step "
     "and copy_to would pair the wrong ones and fail half-way; use copy_to before deploy, then drop it"
+)
+_MERGED = (
+    "an adapter is merged into it (fuse_lora, merge_adapter) and still attached: unfuse_lora and disable_adapters "
+    "would add it a second time to packed weights; take it off with unload_lora (peft: merge_and_unload), or unmerge it"
 )
 
 
@@ -104,7 +117,7 @@ def deploy(
             continue
         retain = retain_original_weights or layer.quantization.settings.refine_only
         packed = NVFP4Linear.from_linear(layer, retain=retain)
-        move_hooks(layer, packed)
+        move_extras(layer, packed)
         packed.train(layer.training)
         if retain:
             retained.append(name)
@@ -123,6 +136,8 @@ def deploy(
 
         diffusers_quantizer.attach(model)
     watch_masks(model, record, [state for state, _ in attention], [choice for _, choice in attention])
+    for name in retained:
+        layer_at(model, record.linears[name][0]).freeze_dense()
     record.deployed = True  # last: what was interrupted before can be taken up again
     report = _receipt(model, record, before, allocated, devices, watched, tuple(retained))
     if averaged:
@@ -151,6 +166,11 @@ class _Watched:
 
 def _check(model: nn.Module, record: Record, layers: dict[str, nn.Module]) -> None:
     problems = problem_lines((name, problem) for name, layer in layers.items() if (problem := _problem(layer)))
+    merged = merged_layers(model)
+    attached = [(name, _MERGED) for name, layer in layers.items() if any(layer is module for module in merged)]
+    bypassed = bypassed_layers(model)
+    attached += [(name, why) for name, layer in layers.items() for module, why in bypassed if module is layer]
+    problems += problem_lines(attached)
     waiting = waiting_problem(model, record)
     if waiting:
         problems.append(waiting)
@@ -183,6 +203,9 @@ def _problem(layer: nn.Module) -> str | None:
         return f"it is a {type(layer).__name__} now; its patch was taken out"
     if _uncalibrated(layer):
         return "input_scale='static' and no scale yet; run forwards inside qatpatch.calibrate"
+    computed = computed_parameter(layer)
+    if computed:
+        return computed
     if is_hooked(layer):
         return "a hook (offload, accelerate, layerwise casting) replaced its forward; take it off first"
     if layer.weight.is_meta:
@@ -239,10 +262,11 @@ def _receipt(
         gc.collect()
         alive = {name: w for name, w in alive.items() if not w.storage.expired()}
     after = model_bytes(model)
-    own = {id(parameter) for parameter in model.parameters()}
-    shared = {name for name, w in alive.items() if id(w.parameter()) in own}
-    # What another layer of the model still uses is part of "after" already.
-    freed = before - after - sum(w.nbytes for name, w in alive.items() if name not in shared)
+    own = {StorageWeakRef(_local(t).untyped_storage()) for t in (*model.parameters(), *model.buffers())}
+    shared = {name for name, w in alive.items() if w.storage in own}
+    # What another layer of the model still uses is part of "after" already; tied weights are one storage.
+    outside = {w.storage: w.nbytes for name, w in alive.items() if name not in shared}
+    freed = before - after - sum(outside.values())
     if allocated is not None:
         freed = allocated - _allocated(devices)
     rows, passed_over, notes = {}, PassedOver(), Counter()

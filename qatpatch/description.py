@@ -210,6 +210,22 @@ def same_description(descriptions: list[dict[str, Any]], files: list[Path]) -> d
     return descriptions[0]
 
 
+def same_config(config: dict[str, Any], saved: dict[str, Any], where: object) -> None:
+    """Compare the config that a loader found with the one in the headers of the weights.
+
+    Raises:
+        CheckpointError: they differ; the message has the keys.
+    """
+    missing = object()
+    differing = [key for key, value in sorted(saved.items()) if config.get(key, missing) != value]
+    if differing:
+        shown = ", ".join(f"{key}: {config.get(key)!r} there, {saved[key]!r} saved" for key in differing[:5])
+        raise CheckpointError(
+            f"{where} is not the config that the weights were saved with ({shown}{', ...' if differing[5:] else ''}); "
+            "write the saved values back"
+        )
+
+
 def prepare(
     model: nn.Module, description: dict[str, Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> Record:
@@ -307,6 +323,9 @@ def _expect_linear(model: nn.Module, name: str, path: str, layer: dict[str, Any]
     module = _submodule(model, name, path)
     if type(module) is not nn.Linear or [module.out_features, module.in_features] != list(layer["shape"]):
         raise CheckpointError(f"{path} is {module}, and the checkpoint has a linear of shape {layer['shape']} there")
+    if (module.bias is not None) != layer["bias"]:
+        has, file_has = ("a", "none") if module.bias is not None else ("no", "one")
+        raise CheckpointError(f"{path} of the model has {has} bias, and the checkpoint has {file_has}")
 
 
 def convert_computed(model: nn.Module, description: dict[str, Any], dtype: torch.dtype | None) -> None:

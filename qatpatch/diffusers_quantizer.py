@@ -34,7 +34,9 @@ from qatpatch.description import (
     damaged,
     describe,
     parse,
+    plain_config,
     prepare,
+    same_config,
     same_description,
     seal,
     writable,
@@ -188,6 +190,9 @@ class NVFP4Quantizer(DiffusersQuantizer):
             raise CheckpointError(
                 f"{headers.files[0]} holds a {headers.description['class']}, and this is a {type(model).__name__}"
             )
+        built, saved = plain_config(model), headers.description["config"]
+        known = {key: value for key, value in saved.items() if key in built}  # diffusers drops keys that it outgrew
+        same_config(built, known, f"the config of this {type(model).__name__}")
         self._record = prepare(model, headers.description, _first_device(device_map), self._dtype)
         headers.expect(set(model.state_dict()), f"the {type(model).__name__}")
         headers.fit(model)

@@ -21,6 +21,7 @@ from qatpatch.checkpoint import (
     CONFIG_NAME,
     HEADER_KEY,
     WEIGHTS_NAME,
+    check_target,
     checked,
     open_stored,
     weights_file,
@@ -56,6 +57,16 @@ class _Comfy:
     original_names: bool = True
     prefix: str = PREFIX
     metadata_from: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind, said in (
+            ("without_input_scale", bool, "True or False"),
+            ("original_names", bool, "True or False"),
+            ("prefix", str, "a string, empty for none"),
+            ("metadata_from", str | os.PathLike | None, "the path of a safetensors file"),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                raise CheckpointError(f"{name} is {said}, got {getattr(self, name)!r}")
 
 
 @torch.no_grad()
@@ -151,6 +162,8 @@ def convert(
 
 
 def _write(source: PackedModel, path: str | os.PathLike[str], found: Format, comfy: _Comfy) -> None:
+    file = _file(path) if found is COMFY else _directory(path, found.name) / WEIGHTS_NAME
+    check_target(file)
     packed, dense = _split(source)
     inputs = _input_scales(packed, found, comfy)
     keys = _keys(source, packed, dense, found, comfy)
@@ -189,9 +202,7 @@ def _write(source: PackedModel, path: str | os.PathLike[str], found: Format, com
         taken = TensorFile(Path(comfy.metadata_from)).metadata if comfy.metadata_from is not None else {}
         metadata = taken | metadata | {COMFY_METADATA: comfy_metadata(weight_only)}
         metadata.pop(CONFIG_KEY, None)
-        file = _file(path)
     else:
-        file = _directory(path, found.name) / WEIGHTS_NAME
         metadata[CONFIG_KEY] = json.dumps(config)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

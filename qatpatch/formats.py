@@ -47,6 +47,13 @@ _ALGORITHMS = {"NVFP4": False, "W4A16_NVFP4": True}
 # What a directory's weights are called, to which the config.json there belongs.
 _OF_DIRECTORIES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 _COMPRESSED = "nvfp4-pack-quantized"
+_NUMBERS = {
+    "num_bits": 4,
+    "type": "float",
+    "group_size": nvfp4.BLOCK_SIZE,
+    "strategy": "tensor_group",
+    "symmetric": True,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +118,16 @@ class Format:
         return layouts.swap_nibbles(packed) if self.high_first else packed
 
     def read_codes(self, stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        """The inverse of `write_codes`, for a logical shape."""
+        """The inverse of `write_codes`, for a logical shape.
+
+        Raises:
+            CheckpointError: there are codes beyond it, so it is not the shape of what is stored.
+        """
         stored = layouts.swap_nibbles(stored) if self.high_first else stored
+        if not (nvfp4.padding_is_zero(stored[rows:], 0) and nvfp4.padding_is_zero(stored, columns)):
+            raise CheckpointError(
+                f"there are codes beyond the {rows} x {columns} of the model's layer: the file is of a larger layer"
+            )
         return stored[:rows, : nvfp4.padded_length(columns) // 2].contiguous()
 
     def write_block_scale(self, scale: torch.Tensor) -> torch.Tensor:
@@ -302,15 +317,26 @@ def _comfy_layers(file: TensorFile) -> dict[str, bool]:
     differing = sorted(set(stated) ^ set(own)) if stated and own else []
     if differing:
         raise CheckpointError(f"{file.path}: {COMFY_METADATA} and the {COMFY_LAYER} tensors disagree on {differing[0]}")
-    layers = {}
-    for layer, entry in (stated | own).items():
-        algorithm = entry.get("format") if isinstance(entry, dict) else None
-        if algorithm != "nvfp4":
+    layers = {layer: _comfy_weight_only(file, layer, entry) for layer, entry in stated.items()}
+    for layer, entry in own.items():
+        weight_only = _comfy_weight_only(file, layer, entry)
+        if layers.setdefault(layer, weight_only) != weight_only:
             raise CheckpointError(
-                f"{file.path}: {layer} is {algorithm!r}; only files whose packed layers are all nvfp4 are read"
+                f"{file.path}: {COMFY_METADATA} and the {COMFY_LAYER} tensor of {layer} disagree on {_WEIGHT_ONLY}"
             )
-        layers[layer] = bool(entry.get(_WEIGHT_ONLY, False))
     return layers
+
+
+def _comfy_weight_only(file: TensorFile, layer: str, entry: Any) -> bool:
+    algorithm = entry.get("format") if isinstance(entry, dict) else None
+    if algorithm != "nvfp4":
+        raise CheckpointError(
+            f"{file.path}: {layer} is {algorithm!r}; only files whose packed layers are all nvfp4 are read"
+        )
+    weight_only = entry.get(_WEIGHT_ONLY, False)
+    if not isinstance(weight_only, bool):
+        raise CheckpointError(f"{file.path}: {_WEIGHT_ONLY} of {layer} is {weight_only!r}; it is true or false")
+    return weight_only
 
 
 def _configured(file: TensorFile, stated: Mapping[str, Any]) -> tuple[Format, dict[str, bool]]:
@@ -320,6 +346,14 @@ def _configured(file: TensorFile, stated: Mapping[str, Any]) -> tuple[Format, di
         if algorithm not in _ALGORITHMS:
             raise CheckpointError(f"{file.path}: quant_algo is {algorithm!r}; read are {', '.join(_ALGORITHMS)}")
         found, weight_only = MODELOPT, _ALGORITHMS[algorithm]
+        groups = stated.get("config_groups") or {}
+        if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+            raise CheckpointError(f"{file.path}: config_groups is no object of objects")
+        if any((group.get("input_activations") is None) != weight_only for group in groups.values()):
+            raise CheckpointError(
+                f"{file.path}: quant_algo {algorithm} and input_activations of config_groups disagree"
+            )
+        _check_numbers(file, {"group_size": stated.get("group_size", nvfp4.BLOCK_SIZE)}, "quantization_config")
     elif method == "compressed-tensors":
         if stated.get("format") != _COMPRESSED:
             raise CheckpointError(f"{file.path}: format is {stated.get('format')!r}; read is {_COMPRESSED}")
@@ -328,15 +362,28 @@ def _configured(file: TensorFile, stated: Mapping[str, Any]) -> tuple[Format, di
         if len(groups) != 1 or not isinstance(groups[0], dict):
             raise CheckpointError(f"{file.path}: {len(groups)} config_groups; files with exactly one are read")
         found, weight_only = COMPRESSED_TENSORS, groups[0].get("input_activations") is None
+        groups = {"config_groups": groups[0]}
     else:
         raise CheckpointError(
             f"{file.path}: quant_method is {method!r}; read are modelopt and compressed-tensors, and ComfyUI's metadata"
         )
+    for name, group in groups.items():
+        for part in ("weights", "input_activations"):
+            _check_numbers(file, group.get(part) or {}, f"{part} of {name}")
     marker = "." + (found.global_scale if found is MODELOPT else found.codes)
     layers = {name.removesuffix(marker): weight_only for name in file.specs if name.endswith(marker)}
     if not layers:
         raise CheckpointError(f"{file.path} says {method} and holds no *{marker}")
     return found, layers
+
+
+def _check_numbers(file: TensorFile, stated: Any, whose: str) -> None:
+    """Refuse metadata that describes other numbers than NVFP4; what it leaves out is not asked for."""
+    if not isinstance(stated, dict):
+        raise CheckpointError(f"{file.path}: {whose} is no object")
+    for key, wanted in _NUMBERS.items():
+        if key in stated and (stated[key] != wanted or type(stated[key]) is not type(wanted)):
+            raise CheckpointError(f"{file.path}: {key} in {whose} is {stated[key]!r}; NVFP4 has {wanted!r}")
 
 
 def _check_layer(file: TensorFile, found: Format, layer: str) -> None:

@@ -11,7 +11,10 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
+
+from qatpatch.units import bypassed_layers
 
 _REFUSED = {
     "fuse_projections": (
@@ -38,20 +41,51 @@ def install(model: nn.Module, linears: Iterable[str], attentions: Iterable[str],
         _guard(model.get_submodule(parent), "fuse_projections")
     if training:
         _guard(model, "enable_layerwise_casting")
+        model.register_forward_pre_hook(AdapterGuard())
 
 
 def release(model: nn.Module, names: Iterable[str] = tuple(_REFUSED)) -> None:
-    """Take guards off the model and all of its modules."""
+    """Take guards off the model and all of its modules, the `AdapterGuard` in any case (packed weights need none)."""
     for module in model.modules():
         for name in names:
             if is_guarded(module, name):
                 delattr(module, name)
+    for key in [key for key, hook in model._forward_pre_hooks.items() if _is_ours(hook)]:
+        del model._forward_pre_hooks[key]
+
+
+class AdapterGuard:
+    """The hook before a patched model's forward: raises where peft adapters that came since bypass patched layers.
+
+    It looks at the model again when its ``peft_config`` changed. Compiled models are looked at by their receipts alone.
+    """
+
+    qatpatch_kind = "AdapterGuard"
+
+    def __init__(self) -> None:
+        self._seen: tuple[Any, ...] = ()
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        seen = tuple((vars(model).get("peft_config") or {}).items())
+        if seen == self._seen:
+            return
+        for layer, problem in bypassed_layers(model):
+            if hasattr(type(layer), "qatpatch_kind"):
+                raise RuntimeError(f"an adapter was added to a patched layer, and {problem}")
+        self._seen = seen
 
 
 def is_guarded(module: nn.Module, name: str) -> bool:
     """Whether the method ``name`` of the module is refused, also across reloads of this package."""
     guard = vars(module).get(name)
     return isinstance(guard, functools.partial) and guard.func.__module__ == __name__
+
+
+def _is_ours(hook: Any) -> bool:
+    """Recognised by marker, so also across reloads of this package."""
+    return getattr(hook, "qatpatch_kind", None) == "AdapterGuard"
 
 
 def _guard(module: nn.Module, *names: str) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from qatpatch.checkpoint import CONFIG_NAME, HEADER_KEY, checked, open_stored
+from qatpatch.checkpoint import CONFIG_NAME, HEADER_KEY, WEIGHTS_NAME, checked, config_skeleton, open_stored
 from qatpatch.errors import CheckpointError
 from qatpatch.formats import Format, check_block_scale, check_global_scale, identify
 from qatpatch.linear_state import fixed_input_scale
+from qatpatch.nvfp4 import BLOCK_SIZE
 from qatpatch.receipts import Receipt, Table, grouped_members
 from qatpatch.tensor_files import TensorFile, read_json_file
 
@@ -107,6 +108,8 @@ def inspect_file(path: Path) -> Inspection:
             described, names = identify(file, config)
             found = described.name
             layers = tuple(_foreign(file, described, name, weight_only) for name, weight_only in sorted(names.items()))
+            if path.name == WEIGHTS_NAME and not any(layer.problem for layer in layers):
+                _fit_model(path, config)
     except (CheckpointError, KeyError, TypeError, ValueError) as error:
         known = isinstance(error, CheckpointError)
         problems.append(str(error) if known else f"the description is damaged: {error!r}")
@@ -120,6 +123,18 @@ def inspect_file(path: Path) -> Inspection:
         nbytes=sum(spec.nbytes for spec in file.specs.values()),
         problems=tuple(problems),
     )
+
+
+def _fit_model(path: Path, config: dict[str, Any]) -> None:
+    """Raise where a file of another tool does not fit the model of the config.json beside it, if diffusers has that."""
+    try:
+        skeleton = config_skeleton(config)
+    except (CheckpointError, KeyError):
+        return
+    stored, _ = open_stored(path, skeleton)
+    for name, layer in stored.description["linears"].items():
+        if any(size % BLOCK_SIZE for size in layer["shape"]):
+            stored.tensor(f"{name}.weight_packed")
 
 
 def _own(path: Path) -> tuple[str, tuple[PackedLayer, ...]]:

@@ -27,7 +27,7 @@ from torch import nn
 from qatpatch import kernels
 from qatpatch.autocast import autocast_dtype, without_autocast
 from qatpatch.kernels import ops
-from qatpatch.linear_state import LinearSettings, LinearState, cast, check_dtypes, differentiated
+from qatpatch.linear_state import LinearSettings, LinearState, cast, check_dtypes, check_width, differentiated
 from qatpatch.recomputation import Call, remember
 from qatpatch.reuse import Kept
 
@@ -194,6 +194,7 @@ class QATLinear(nn.Linear):
         autocast, weight_dtype = autocast_dtype(device), weight.dtype
         dtype = state.compute_dtype(autocast, weight_dtype, training=self.training)
         check_dtypes(x.dtype, weight_dtype, autocast)
+        check_width(x, self.in_features)
         source, x, weight = x, cast(x, dtype), cast(weight, dtype)
         bias = None if bias is None else cast(bias, dtype)
         if state.calibration is not None:
@@ -224,6 +225,18 @@ class QATLinear(nn.Linear):
         if not self.weight.is_meta:
             self._refuse_narrow(fn(self.weight.detach().reshape(-1)[:0]).dtype, 2)
         return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *rest: list[str]
+    ) -> None:
+        """As `nn.Linear`; nothing of a packed layer, also with strict=False: its bias belongs to another weight."""
+        if f"{prefix}weight_packed" in state_dict:
+            rest[-1].append(
+                f"{prefix[:-1]} trains, and the state dict has it packed (of a deployed model); read packed weights "
+                "with qatpatch.load, or load the weights from before deploy"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
 
     def _refuse_narrow(self, dtype: torch.dtype, bytes_needed: int) -> None:
         if self.weight.requires_grad and dtype.is_floating_point and dtype.itemsize < bytes_needed:

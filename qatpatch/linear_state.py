@@ -164,6 +164,14 @@ def differentiated(*tensors: torch.Tensor | None) -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
+def check_width(x: torch.Tensor, in_features: int) -> None:
+    """Raise as `nn.Linear` does: packed rows are padded to whole blocks, so no kernel would notice."""
+    if x.dim() == 0 or x.shape[-1] != in_features:
+        raise RuntimeError(
+            f"the input is {tuple(x.shape)} and this layer has in_features={in_features}: the last axes must be equal"
+        )
+
+
 def check_dtypes(dtype: torch.dtype, weight_dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     if dtype == weight_dtype or dtype == torch.float32 or autocast:
         return

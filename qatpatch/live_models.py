@@ -22,7 +22,7 @@ from qatpatch.patch import Record, patch_record
 from qatpatch.reuse import input_group
 from qatpatch.stored_models import PACKED_PARTS, PackedModel, packed_specs
 from qatpatch.tensor_files import Spec
-from qatpatch.units import adapters, is_graph, kind_of, layer_at, unwrap
+from qatpatch.units import adapters, computed_parameter, is_graph, kind_of, layer_at, unwrap
 
 
 def live_model(model: nn.Module, share_qkv: bool) -> PackedModel:
@@ -86,6 +86,9 @@ def _check_live(model: nn.Module, record: Record) -> None:
         layer = layer_at(model, paths[0])
         if kind_of(layer) not in ("QATLinear", "NVFP4Linear"):
             raise CheckpointError(f"{name} is a {type(layer).__name__} now; its patch was taken out")
+        computed = computed_parameter(layer) if kind_of(layer) == "QATLinear" else None
+        if computed:
+            raise CheckpointError(f"{name}: {computed}")
         if layer.weight.is_meta and kind_of(layer) == "QATLinear":
             raise CheckpointError(f"{name} has a meta weight, which holds no numbers; load the weights first")
 

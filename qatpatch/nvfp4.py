@@ -80,6 +80,14 @@ def packed_nbytes(rows: int, columns: int) -> int:
     return rows * (padded_length(columns) // 2 + padded_length(columns) // BLOCK_SIZE) + 4
 
 
+def padding_is_zero(packed: torch.Tensor, columns: int) -> bool:
+    """Whether codes (..., ceil16(K)/2) hold nothing but zeros beyond ``columns``, as `quantize` leaves them."""
+    rest = packed[..., columns // 2 :] & 0x77  # without signs
+    if columns % 2 and rest.shape[-1]:
+        rest[..., 0] &= 0x70
+    return not bool(rest.any())
+
+
 def round_e2m1(x: torch.Tensor) -> torch.Tensor:
     """Nearest E2M1 value, ties to even, saturating at +-6; the sign of zero is kept.
 

@@ -20,7 +20,7 @@ from qatpatch import kernels, nvfp4
 from qatpatch.autocast import autocast_dtype, without_autocast
 from qatpatch.kernels import layouts, native_ops, ops
 from qatpatch.linear import QATLinear
-from qatpatch.linear_state import COMPUTE_DTYPES, LinearState, cast, check_dtypes, differentiated
+from qatpatch.linear_state import COMPUTE_DTYPES, LinearState, cast, check_dtypes, check_width, differentiated
 
 _PURGED = (
     "{} needs a dense weight, and qatpatch.deploy packed this one; nothing can be added to or read from packed "
@@ -107,6 +107,7 @@ class NVFP4Linear(nn.Linear):
         self.register_buffer("weight_scale", block_scale)
         self.register_buffer("weight_global_scale", global_scale.reshape(1).view(torch.uint8))
         self._tiled_from: tuple[int, int] | None = None
+        self._trainable = False  # the dense weight, should it be put back
         self.bias = bias
         self.dense_weight = dense_weight
         self.quantization = quantization
@@ -130,6 +131,11 @@ class NVFP4Linear(nn.Linear):
         if kernels.kernel_named(layer.kernel(weight.device)).native:
             layer.tiled_scale()
         return layer
+
+    def freeze_dense(self) -> None:
+        """Let no step of an optimizer move the retained weight away from the packed one."""
+        self._trainable = self._trainable or self.dense_weight.requires_grad
+        self.dense_weight.requires_grad_(False).grad = None
 
     @property
     def weight(self) -> torch.Tensor:
@@ -161,7 +167,7 @@ class NVFP4Linear(nn.Linear):
                     "this layer was packed and its dense weight purged, so it cannot run dense; deploy with "
                     "retain_original_weights=True to keep that possible"
                 )
-            return nn.functional.linear(x, self.dense_weight, self.bias)
+            return nn.functional.linear(x, self.dense_weight.detach(), self.bias)
         if differentiated(x, self.bias):
             return _PackedLinear.apply(x, self.bias, self)
         return self._packed(x)
@@ -170,6 +176,7 @@ class NVFP4Linear(nn.Linear):
         state, host_dtype, device = self.quantization, self.compute_dtype, x.device
         autocast, packed, bias = autocast_dtype(device), self.weight_packed, self.bias
         check_dtypes(x.dtype, host_dtype, autocast)
+        check_width(x, self.in_features)
         dtype = autocast or state.trained_dtype or host_dtype
         out_dtype = autocast or host_dtype
         kernel = self.kernel(device, out_dtype)
@@ -235,7 +242,8 @@ class NVFP4Linear(nn.Linear):
     def _settings(self) -> dict[str, Any]:
         """What the packed weight was trained with, as the metadata of a state dict carries it."""
         trained = self.quantization.trained_dtype
-        return {**asdict(self.quantization.settings), "computes_in": str(trained or self.compute_dtype)}
+        settings = asdict(self.quantization.settings)
+        return {**settings, "in_features": self.in_features, "computes_in": str(trained or self.compute_dtype)}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -281,12 +289,21 @@ class NVFP4Linear(nn.Linear):
                 )
             elif (state_dict[key].dtype == torch.uint8) != (current[key].dtype == torch.uint8):
                 error_msgs.append(f"{key} must be {current[key].dtype}, got {state_dict[key].dtype}")
+            elif key == prefix + "weight_packed" and not self._fits(state_dict[key]):
+                error_msgs.append(
+                    f"{key} has codes beyond the {self.in_features} inputs of the layer: it is of a wider layer"
+                )
             else:
                 continue
             return
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+    def _fits(self, packed: torch.Tensor) -> bool:
+        """Whether codes of the layer's stored width may be of its logical one."""
+        unpadded = self.in_features % nvfp4.BLOCK_SIZE == 0
+        return unpadded or packed.is_meta or nvfp4.padding_is_zero(packed, self.in_features)
 
     def extra_repr(self) -> str:
         kept = "retained" if self.dense_weight is not None else "purged"

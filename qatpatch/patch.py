@@ -33,7 +33,16 @@ from qatpatch.profiles import Profile
 from qatpatch.receipts import LayerReceipt, PatchReport, Refusal, refusals
 from qatpatch.reuse import input_group
 from qatpatch.switch import Switch
-from qatpatch.units import forget_bound_forward, is_graph, is_hooked, kind_of, layer_at, replace_layer, unwrap
+from qatpatch.units import (
+    bypassed_layers,
+    forget_bound_forward,
+    is_graph,
+    is_hooked,
+    kind_of,
+    layer_at,
+    replace_layer,
+    unwrap,
+)
 
 logger = logging.getLogger("qatpatch")
 
@@ -199,11 +208,14 @@ def report(model: nn.Module) -> PatchReport:
     rows: dict[str, Kernel] = {}
     warnings = list(record.warnings)
     passed_over = PassedOver()
+    bypassed = {id(layer): problem for layer, problem in bypassed_layers(model)}
     for kind, names in (("linear", record.linears), ("attention", record.attentions)):
         for name, paths in names.items():
             module = layer_at(model, paths[0])
             device = device_of(module, model)
             layer, row = _layer_receipt(kind, module, device)
+            if id(module) in bypassed:
+                layer, row = _dense_receipt(kind, "replaced", bypassed[id(module)]), None
             layers[name] = layer
             if row is not None:
                 rows[name] = row
@@ -332,10 +344,24 @@ def replace_module(model: nn.Module, paths: Iterable[str], new: nn.Module) -> No
         replace_layer(model, path, new)
 
 
-def move_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give ``new`` the hooks of ``old``: the same dictionaries, so that their handles go on working."""
+# What `nn.Linear`, `QATLinear` and `NVFP4Linear` bring themselves.
+_OWN = frozenset(
+    "training in_features out_features quantization weight bias dense_weight weight_packed weight_scale "
+    "weight_global_scale weight_scale_tiled forward _dtype _tiled_from _trainable".split()
+)
+
+
+def move_extras(old: nn.Module, new: nn.Module) -> None:
+    """Give ``new`` what others put on ``old``: hooks (the same dictionaries, so that handles work), attributes."""
     for name, value in vars(old).items():
-        if name.startswith("_") and "hooks" in name and name in vars(new):
+        if name.startswith("_") and "hook" in name:
+            if name in vars(new):  # torch's own: those of offloading hold on to the old layer
+                vars(new)[name] = value
+        elif name in ("_parameters", "_buffers", "_modules"):
+            vars(new)[name].update({key: kept for key, kept in value.items() if key not in _OWN})
+        elif name == "_non_persistent_buffers_set":
+            vars(new)[name].update(value - _OWN)
+        elif name not in _OWN and getattr(value, "__self__", None) is not old:
             vars(new)[name] = value
 
 
@@ -392,7 +418,8 @@ def _dense_again(module: NVFP4Linear) -> nn.Linear:
     linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
     linear.weight = module.dense_weight
     linear.bias = module.bias
-    move_hooks(module, linear)
+    linear.weight.requires_grad_(module._trainable)
+    move_extras(module, linear)
     return linear.train(module.training)
 
 

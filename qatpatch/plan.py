@@ -200,6 +200,11 @@ def build_plan(
             f"profile {chosen.name!r} is for {', '.join(chosen.models)}; the model is a {class_names[0]}. Choose its "
             "profile, or pass a Profile of your own"
         )
+    if isinstance(model, nn.Linear) or dispatch.is_attention(model):
+        raise PlanError(
+            f"the model is itself a {class_names[0]}, and qatpatch patches layers inside a model; put it into one "
+            "(nn.Sequential)"
+        )
     walk = _Walk(profile=chosen, request=request)
     units = graph_units(model) if is_graph(model) else module_units(model)
     for unit in units:

@@ -23,7 +23,8 @@ class LayerReceipt:
 
     Attributes:
         kind: ``"linear"`` or ``"attention"``.
-        state: ``"train"``, ``"infer"``, ``"dense"``, ``"deployed"`` or ``"replaced"`` (somebody took the patch out).
+        state: ``"train"``, ``"infer"``, ``"dense"``, ``"deployed"`` or ``"replaced"`` (somebody took the patch out
+            or runs around it).
         kernel: name of the kernel, ``"-"`` for dense.
         scheme: ``"nvfp4"``, an attention scheme or ``"dense"``.
         simulated: whether that is the scheme that training simulates.

@@ -8,9 +8,9 @@ during the backward pass, when another block may be open. So each layer keeps a 
 - a node of the graph saves the mode as a tensor, `Call.code`: the layer's own node, or one that `remember` puts behind
   its output. Checkpointing replaces saved tensors by recomputed ones, so a node that finds another mode than its own
   (`Call.confirm`) knows that the guess was wrong, and raises;
-- reentrant checkpointing runs its forward without autograd, so there no graph can be asked: the modes of such forwards
-  are collected, and a recomputation raises unless there was exactly one. `CallHistory.waiting` says whether one is
-  still to come, which neither `remove` nor `deploy` may change.
+- reentrant checkpointing runs its forward without autograd, so there only its own node can be asked whether its
+  backward is still to come: a recomputation raises unless all forwards for which it is ran in one mode.
+  `CallHistory.waiting` says whether there are any, which neither `remove` nor `deploy` may change.
 
 Compiled regions need none of this: their recomputation is compiled with the mode they were traced with.
 """
@@ -80,10 +80,8 @@ class CallHistory:
     def __init__(self) -> None:
         self._calls: list[weakref.ref[Call]] = []
         self._codes: dict[Any, torch.Tensor] = {}
-        self._without_graph: set[Any] = set()
-        self._reentrant: list[weakref.ref[Any]] = []
+        self._reentrant: list[tuple[weakref.ref[Any], Any]] = []  # node of a checkpoint and its forward's mode
         self._latest: Any = None
-        self._recomputed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CallHistory:
         return CallHistory()
@@ -94,7 +92,15 @@ class CallHistory:
     @property
     def waiting(self) -> bool:
         """Whether a forward under reentrant checkpointing has its backward, which runs it again, still before it."""
-        return any((node := ref()) is not None and not _differentiated(node) for ref in self._reentrant)
+        return any((node := ref()) is not None and not _differentiated(node) for ref, _ in self._reentrant)
+
+    def _reentrant_modes(self) -> set[Any]:
+        """The modes of the forwards under reentrant checkpointing whose backward is still to come."""
+        alive = [(node, mode) for ref, mode in self._reentrant if (node := ref()) is not None]
+        modes = {mode for _, mode in alive}
+        if len(modes) > 1:  # else what the nodes saved, perhaps on another device, need not be looked at
+            modes = {mode for node, mode in alive if not _differentiated(node)}
+        return modes
 
     def enter(self, mode: Any, *, training: bool) -> tuple[Any, Call | None]:
         """The mode this call must compute, and its `Call` for `remember` (None where autograd is off).
@@ -108,27 +114,23 @@ class CallHistory:
         """
         if torch._C._current_graph_task_id() == -1:
             return self._ordinary(mode, training)
-        self._recomputed = True
         alive = [call for ref in self._calls if (call := ref()) is not None]
         if alive:
             # Autograd differentiates the youngest forward first; a second backward starts from the youngest again.
             call = next((c for c in reversed(alive) if not c.differentiated), alive[-1])
             return call.mode, call
-        if len(self._without_graph) > 1:
-            raise RuntimeError(f"{_ADVICE} (its forwards ran as {' and '.join(sorted(map(str, self._without_graph)))})")
+        modes = self._reentrant_modes()
+        if len(modes) > 1:
+            raise RuntimeError(f"{_ADVICE} (its forwards ran as {' and '.join(sorted(map(str, modes)))})")
         # Without any, nothing that this layer computed is part of what is differentiated: only its repetition must fit.
-        known = next(iter(self._without_graph), mode if self._latest is None else self._latest)
+        known = next(iter(modes), mode if self._latest is None else self._latest)
         return known, Call(known, self._codes) if torch.is_grad_enabled() else None
 
     def _ordinary(self, mode: Any, training: bool) -> tuple[Any, Call | None]:
-        if self._recomputed:
-            self._recomputed = False
-            self._without_graph.clear()
         if not torch.is_grad_enabled():
             if training and (node := _reentrant_checkpoint()) is not None:
-                self._without_graph.add(mode)
-                self._reentrant = [ref for ref in self._reentrant if ref() is not None]
-                self._reentrant.append(weakref.ref(node))
+                self._reentrant = [(ref, own) for ref, own in self._reentrant if ref() is not None]
+                self._reentrant.append((weakref.ref(node), mode))
             return mode, None
         self._latest = mode
         call = Call(mode, self._codes)

@@ -86,6 +86,8 @@ def read_foreign(
             specs[f"{name}.{part}"] = spec
             makers[f"{name}.{part}"] = _maker(file, found, layer, part, rows, columns)
 
+    _check_names(file, specs, {name for name in wanted if name.removesuffix(".weight") not in linears} | set(makers))
+
     def tensor(name: str) -> torch.Tensor:
         return makers[name]() if name in makers else file.tensor(theirs[name])
 
@@ -148,6 +150,18 @@ def _check_shape(file: TensorFile, found: Format, layer: str, name: str, rows: i
             f"{file.path}: {layer}.{found.codes} is {stored}, and {name} of the model ({rows} x {columns}) takes "
             f"{wanted}"
         )
+
+
+def _check_names(file: TensorFile, found: Iterable[str], wanted: set[str]) -> None:
+    """A bias or a dense tensor that one side alone has would change the numbers, and the shapes would still fit."""
+    missing, extra = sorted(wanted - set(found)), sorted(set(found) - wanted)
+    if missing or extra:
+        said = [
+            f"{len(names)} tensors {how} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+            for names, how in ((missing, "of the model are missing"), (extra, "are none of the model's"))
+            if names
+        ]
+        raise CheckpointError(f"{file.path} does not fit the model: {' and '.join(said)}")
 
 
 def _settings(file: TensorFile, found: Format, layer: str, weight_only: bool) -> LinearSettings:

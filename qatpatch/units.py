@@ -8,15 +8,21 @@ after adapters. A module of another kind may bear that name, and keeps it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from qatpatch import dispatch
 from qatpatch.errors import PlanError
 from qatpatch.linear_state import COMPUTE_DTYPES
 
 _ADAPTER_HOST = "base_layer"
+_BYPASSED = (
+    "the adapter around it ({}) computes from its weight and never calls it, so the patch would never run; use a type "
+    "that calls the layer (LoRA, DoRA, LoKr, OFT, ...), or exclude the layer"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +84,7 @@ def module_units(model: nn.Module) -> list[Unit]:
             paths.setdefault(id(module), []).append(path)
     devices = {p.device for p in model.parameters()}
     fallback = next(iter(devices), torch.device("cpu"))
+    bypassed = {id(layer): problem for layer, problem in bypassed_layers(model)}
     for path, module in model.named_modules():
         if id(module) not in paths or id(module) in units:
             continue
@@ -88,7 +95,7 @@ def module_units(model: nn.Module) -> list[Unit]:
                 paths=own,
                 names=tuple(dict.fromkeys(logical(model, p) for p in own)),
                 kind="linear",
-                problem=linear_problem(module) or _fused_problem(model, path),
+                problem=linear_problem(module) or _read_problem(model, path) or bypassed.get(id(module)),
                 adapter=_is_adapter(model, path),
                 weight=module.weight if isinstance(getattr(module, "weight", None), torch.Tensor) else None,
                 width=module.in_features,
@@ -108,10 +115,16 @@ def module_units(model: nn.Module) -> list[Unit]:
     return list(units.values())
 
 
-def _fused_problem(model: nn.Module, path: str) -> str | None:
-    parent = model.get_submodule(path.rpartition(".")[0])
-    if getattr(parent, "fused_projections", False) is True and path.rpartition(".")[2].startswith(("to_", "add_")):
+def _read_problem(model: nn.Module, path: str) -> str | None:
+    """Why the module around a linear would run without calling it; None where it calls."""
+    parent, child = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+    if getattr(parent, "fused_projections", False) is True and child.startswith(("to_", "add_")):
         return "fuse_qkv_projections replaced the projections beside it, so it may never run; unfuse first"
+    if getattr(type(parent), "forward", None) is nn.TransformerEncoderLayer.forward:
+        return (
+            "nn.TransformerEncoderLayer reads its weight in evaluation and does not call it (torch's fast path), so "
+            "the patch would run in training alone; exclude it"
+        )
     return None
 
 
@@ -146,6 +159,17 @@ def linear_problem(module: nn.Linear) -> str | None:
         return f"its weight is a {type(module.weight).__name__} (already quantized?)"
     if module.weight.dtype not in COMPUTE_DTYPES:
         return f"its weight is {module.weight.dtype}; NVFP4 training takes float32, bfloat16 or float16"
+    return None
+
+
+def computed_parameter(module: nn.Linear) -> str | None:
+    """Why a patched linear has no weight or bias of its own to pack; None where it has."""
+    for name in ("weight", "bias"):
+        if name not in module._parameters:
+            return (
+                f"its {name} is computed from other tensors on each forward (weight_norm, spectral_norm, prune, "
+                "parametrize?); make it plain first (remove_weight_norm, prune.remove, remove_parametrizations)"
+            )
     return None
 
 
@@ -194,6 +218,64 @@ def is_wrapper(module: nn.Module) -> bool:
 def adapters(model: nn.Module) -> list[str]:
     """Paths of the modules that adapters wrap."""
     return [path for path, module in model.named_modules() if is_wrapper(module)]
+
+
+def merged_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that adapters were merged into and still wrap: peft takes the adapters out again on its own."""
+    found = []
+    for module in model.modules():
+        if is_wrapper(module) and getattr(module, "merged_adapters", ()):
+            while is_wrapper(module):
+                module = module._modules[_ADAPTER_HOST]
+            found.append(module)
+    return found
+
+
+class _Reached(Exception):
+    pass
+
+
+def _reach(*args: Any, **kwargs: Any) -> None:
+    raise _Reached
+
+
+def bypassed_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The linears whose forward never runs since an adapter around them computes from their weight, and why.
+
+    Each kind of adapter is tried out on fake tensors: enabled, unmerged, and around a stand-in for the layer.
+    """
+    found, known = [], {}
+    for module in model.modules():
+        if not is_wrapper(module):
+            continue
+        layer = module
+        while is_wrapper(layer):
+            layer = layer._modules[_ADAPTER_HOST]
+        if not isinstance(layer, nn.Linear):
+            continue
+        key = type(module), tuple(getattr(module, "active_adapters", ()))
+        if key not in known:
+            known[key] = _bypasses(module, layer)
+        if known[key]:
+            found.append((layer, _BYPASSED.format(type(module).__name__)))
+    return found
+
+
+def _bypasses(wrapper: nn.Module, layer: nn.Linear) -> bool:
+    inner = wrapper._modules[_ADAPTER_HOST]
+    stand_in = object.__new__(type("_StandIn", (type(inner),), {"forward": _reach}))
+    vars(stand_in).update(vars(inner))
+    vars(stand_in).pop("forward", None)
+    tried = object.__new__(type(wrapper))
+    vars(tried).update(vars(wrapper), _disable_adapters=False, merged_adapters=[])
+    vars(tried)["_modules"] = {**wrapper._modules, _ADAPTER_HOST: stand_in}
+    weight = layer.weight
+    try:
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            tried(torch.empty(1, layer.in_features, dtype=weight.dtype, device=weight.device))
+    except Exception:  # the stand-in's, or one that a tuner raises on such an input: nothing is known against it
+        return False
+    return True
 
 
 def logical(model: nn.Module, path: str) -> str:

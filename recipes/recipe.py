@@ -68,9 +68,25 @@ class TinyModel(Section):
             for name in self.config
             if name not in known
         ]
+        defaults = {name: parameter.default for name, parameter in inspect.signature(model.__init__).parameters.items()}
+        wrong += [
+            f"config.{name}: {value!r} is no {type(defaults[name]).__name__}"
+            for name, value in self.config.items()
+            if name in known and not _is_like(value, defaults[name])
+        ]
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether a value from YAML may take the place of an argument's default."""
+    if value is None or default is None or default is inspect.Parameter.empty:
+        return True
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    kinds = {int: int, float: int | float, tuple: list | tuple, list: list | tuple, str: str}
+    return isinstance(value, kinds.get(type(default), object))
 
 
 class PretrainedModel(Section):
@@ -141,7 +157,8 @@ class Quantization(Section):
     """Arguments of `qatpatch.apply`, the kernel that validation runs (`qatpatch.infer_attention`), and when it starts.
 
     Attributes:
-        start_step: the first step that trains quantized; those before it train the same model dense.
+        start_step: the first step that trains quantized; those before it train the same model dense. Beyond
+            ``train.steps`` with ``lora`` alone.
     """
 
     profile: str = "auto"
@@ -216,7 +233,7 @@ class Train(Section):
     batch_size: Annotated[int, Field(ge=1)] = 1
     accumulate: Annotated[int, Field(ge=1)] = 1
     learning_rate: Annotated[float, Field(gt=0)]
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     warmup: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["constant", "cosine"] = "cosine"
@@ -344,6 +361,11 @@ class Recipe(Section):
             raise ValueError(
                 "train.optimizer bitsandbytes8bit quantizes whole tensors on one GPU and does not know shards, whose "
                 "state it would mix up; use adamw8bit with parallel.sharding fsdp2"
+            )
+        if self.quantization.start_step > self.train.steps and self.lora is None:
+            raise ValueError(
+                f"quantization.start_step {self.quantization.start_step} comes after train.steps {self.train.steps}, "
+                "so nothing would train quantized; only adapters (lora) may learn on the dense base"
             )
         if not self.data.clips and self.data.manifest is None:
             raise ValueError("data names no video: add data.clips or data.manifest")

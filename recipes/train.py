@@ -138,7 +138,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--set {assignment}: write KEY=VALUE, as in train.learning_rate=1e-3")
         try:
             options.overrides[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, RecursionError) as error:
             parser.error(f"--set {assignment}: the value does not parse: {error}")
     return options
 

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 from attention_oracle import attention as oracle
+from models import run as forward
+from models import tiny_wan, wan_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import qatpatch
 import qatpatch.attention as ops
 from qatpatch.attention import qat_attention, quantized_attention
 from qatpatch.errors import KernelUnavailable
@@ -569,3 +572,41 @@ def test_the_reference_checks_its_own_arguments():
             reference.forward(q, k, v, scale=1.0, train=False, **options)
     with pytest.raises(RuntimeError, match="train=True"):
         ops.attention_forward(q.requires_grad_(), k, v, None, 1.0, "sage3", "reference_attention", False)
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float64], ids=str)
+def default_dtype(request):
+    """Chosen by a test with `torch.set_default_dtype`; float32 again afterwards."""
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_default_dtype_changes_nothing(default_dtype, scheme):
+    q, k, v, d_out = operands(1, 40, 70, 2, 64)
+    mask = torch.ones(1, 1, 40, 70, dtype=torch.bool).tril(20)
+    wanted = run(q, k, v, d_out, scheme, mask)
+    torch.set_default_dtype(default_dtype)
+    assert_same_bits(run(q, k, v, d_out, scheme, mask), wanted)
+
+
+def test_the_default_dtype_changes_no_model(default_dtype):
+    def stages(dtype, data):
+        model = tiny_wan(layers=1)
+        qatpatch.apply(model, input_scale="static", global_scale="amax", backward="quantized")
+        torch.set_default_dtype(dtype)
+        with qatpatch.calibrate(model, percentile=99.9), torch.no_grad():
+            model(**data)
+        model(**data)[0].square().mean().backward()
+        yield model.blocks[0].attn1.to_q.weight.grad.clone()
+        with qatpatch.infer_attention(model):
+            yield forward(model, data)
+        qatpatch.deploy(model)
+        yield forward(model, data)
+
+    results = []
+    for dtype in (torch.float32, default_dtype):
+        torch.set_default_dtype(torch.float32)
+        results.append(list(stages(dtype, wan_inputs(tiny_wan(layers=1)))))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3 * float(theirs.abs().max()))

@@ -57,7 +57,7 @@ def test_calibrate_refuses_what_it_cannot_do():
         pass
     with pytest.raises(PlanError, match="not patched"), qatpatch.calibrate(nn.Linear(2, 2)):
         pass
-    for percentile in (0, -1, 100.5, float("nan")):
+    for percentile in (0, -1, 100.5, float("nan"), "x", None):
         with pytest.raises(ValueError, match="at most 100"):
             with qatpatch.calibrate(build(input_scale="static"), percentile=percentile):
                 pass

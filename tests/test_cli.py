@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,26 @@ class TestExport:
         qatpatch.apply(model, activations=False)
         qatpatch.export(model, tmp_path / "b", "modelopt")
         assert (tmp_path / "a" / WEIGHTS).read_bytes() == (tmp_path / "b" / WEIGHTS).read_bytes()
+
+    @pytest.mark.parametrize(
+        ("source", "target"),
+        [(".", "."), (".", "x.safetensors")]
+        + [
+            (source, t)
+            for source in (".", "transformer")
+            for t in ("transformer", "transformer/../transformer/x", "link")
+        ],
+    )
+    def test_nothing_is_written_into_the_source(self, capsys, wan, tmp_path, source, target):
+        """Whether the model's directory or its pipeline's is given: the dense weights there may be the only ones."""
+        shutil.copytree(wan / "dense", tmp_path / "pipe" / "transformer")
+        (tmp_path / "pipe" / "link").symlink_to(tmp_path / "pipe" / "transformer")
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+        format = "comfy" if target.endswith(".safetensors") else "modelopt"
+        arguments = ("export", tmp_path / "pipe" / source, tmp_path / "pipe" / target, "--weight-only")
+        error = run(capsys, *arguments, "--format", format, status=1).err
+        assert "lies in the directory that is read" in error
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()} == before
 
     def test_comfy_in_the_names_of_either(self, capsys, wan, tmp_path):
         arguments = ("export", wan / "dense", tmp_path / "a.safetensors", "--format", "comfy", "--without-input-scale")

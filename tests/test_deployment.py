@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import ltx2_inputs, run, tiny_ltx2, tiny_wan, wan_inputs
 from torch import nn
+from torch.nn.utils import prune
 
 import qatpatch
 from qatpatch import PlanError, Profile, Rule
@@ -153,6 +154,28 @@ def test_retained_weights_keep_dense_and_remove_working():
     assert not any(isinstance(m, NVFP4Linear) for m in model.modules())
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_retained_weights_cannot_train_apart_from_the_packed_ones(frozen):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    model[1].weight.requires_grad_(not frozen)
+    qatpatch.apply(model, ANY_LINEAR)
+    x = torch.randn(5, 64)
+    model(x).square().sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    qatpatch.deploy(model, retain_original_weights=True)
+    before = [layer.dense_weight.clone() for layer in model]
+    assert not any(layer.dense_weight.requires_grad for layer in model)
+    for everything in (False, True):
+        model.requires_grad_(everything)
+        with qatpatch.dense(model):
+            model(x.requires_grad_()).square().sum().backward()
+        optimizer.step()
+    assert x.grad.abs().sum() > 0
+    assert all(torch.equal(layer.dense_weight, weight) for layer, weight in zip(model, before, strict=True))
+    qatpatch.remove(model)
+    assert [layer.weight.requires_grad for layer in model] == [True, not frozen]
+
+
 def test_deploy_twice_and_apply_after_deploy_are_errors():
     model, _ = trained("wan", "fp32")
     qatpatch.deploy(model)
@@ -280,6 +303,60 @@ def test_hooks_and_handles_move_to_the_packed_layer():
     assert seen == [1]
 
 
+def test_what_others_put_on_a_layer_stays_through_deploy_and_remove():
+    model, seen = nn.Sequential(nn.Linear(64, 64)), []
+    model[0].register_full_backward_hook(lambda *a: seen.append("backward"))
+    model[0].register_full_backward_pre_hook(lambda *a: seen.append("backward pre"))
+    model[0].register_forward_hook(lambda *a: seen.append("forward"))
+    model[0].tag, model[0]._private = "mine", [1]
+    model[0].register_buffer("steps", torch.ones(3))
+    model[0].register_buffer("scratch", torch.ones(3), persistent=False)
+    model[0].extra, model[0].inner = nn.Parameter(torch.ones(2)), nn.LayerNorm(4)
+    qatpatch.apply(model, ANY_LINEAR)
+    kept = {key: value for key, value in model.state_dict().items() if "weight" not in key}
+    stages = [
+        lambda: None,
+        lambda: qatpatch.deploy(model, retain_original_weights=True),
+        lambda: qatpatch.remove(model),
+    ]
+    for change in stages:
+        change()
+        seen.clear()
+        model(torch.randn(3, 64, requires_grad=True)).sum().backward()
+        assert sorted(seen) == ["backward", "backward pre", "forward"]
+        assert model[0].tag == "mine" and model[0]._private == [1] and torch.equal(model[0].scratch, torch.ones(3))
+        assert kept.keys() <= model.state_dict().keys() and isinstance(model[0].inner, nn.LayerNorm)
+    assert type(model[0]) is nn.Linear and not [key for key in vars(model[0]) if "qat" in key or "trainable" in key]
+
+
+_PRUNE = functools.partial(prune.random_unstructured, amount=0.5)
+
+
+@pytest.mark.parametrize(
+    ("put", "name"),
+    [
+        pytest.param(nn.utils.weight_norm, "weight", marks=pytest.mark.filterwarnings("ignore::FutureWarning")),
+        (nn.utils.parametrizations.weight_norm, "weight"),
+        (nn.utils.spectral_norm, "weight"),
+        (nn.utils.parametrizations.spectral_norm, "weight"),
+        (_PRUNE, "weight"),
+        (_PRUNE, "bias"),
+    ],
+)
+def test_weights_that_are_computed_from_others_are_refused(put, name, tmp_path):
+    """They were put on after apply, and would have run on what deploy left."""
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(3, 64)
+    qatpatch.apply(model, ANY_LINEAR, input_scale="unit")
+    put(model[0], name=name)
+    model.eval()
+    out = model(x)
+    with pytest.raises(PlanError, match=f"0: its {name} is computed from other tensors.*make it plain"):
+        qatpatch.deploy(model)
+    with pytest.raises(qatpatch.CheckpointError, match=f"0: its {name} is computed from other tensors"):
+        qatpatch.export(model, tmp_path / "x.safetensors", "comfy", original_names=False)
+    assert torch.equal(model(x), out)
+
+
 def test_adapters_run_on_packed_layers_and_cannot_be_fused():
     from peft import LoraConfig
 
@@ -377,6 +454,44 @@ def test_merged_and_unloaded_adapters_leave_a_patch_that_works(first, tmp_path):
     assert torch.equal(run(model, data), out) and torch.equal(run(qatpatch.load(tmp_path), data), out)
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("by", ["diffusers", "peft", "peft, nested"])
+def test_adapters_that_are_merged_and_still_attached_are_refused(by, first):
+    """unfuse_lora and disable_adapters take the merge back, and could not from packed weights."""
+    if by == "diffusers":
+        model, data = adapted(first=first)
+        owner = model
+        owner.fuse_lora()
+    else:
+        import peft
+
+        owner = model = tiny_wan(layers=1)
+        data = wan_inputs(model)
+        if not first:
+            qatpatch.apply(model)
+        owner = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["to_q"], init_lora_weights=False))
+        if by == "peft, nested":
+            owner = peft.get_peft_model(owner, peft.IA3Config(target_modules=["to_q"], feedforward_modules=[]))
+        if first:
+            qatpatch.apply(model)
+        for module in model.modules():
+            if hasattr(module, "lora_A"):
+                module.merge()
+    out = run(model, data)
+    with pytest.raises(PlanError, match="blocks.0.attn1.to_q.*still attached.*unload_lora"):
+        qatpatch.deploy(model)
+    assert torch.equal(run(model, data), out)
+    if by == "diffusers":
+        owner.unload_lora()
+    else:
+        for module in model.modules():
+            if hasattr(module, "lora_A"):
+                module.unmerge()
+    out = run(model, data)
+    qatpatch.deploy(model)
+    assert torch.equal(run(model, data), out)
+
+
 def test_an_adapter_has_no_place_in_a_saved_model(tmp_path):
     model, _ = adapted(first=True)
     qatpatch.deploy(model)
@@ -423,6 +538,21 @@ def test_a_weight_that_another_layer_shares_is_not_counted_as_held_twice():
     report = qatpatch.deploy(model)
     assert report.bytes_freed == report.bytes_before - report.bytes_after == -(64 * 64 * 9 // 16 + 4)
     assert report.held == {"a": "another layer of the model, which shares it"}
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_tied_weights_are_freed_once(held):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    model[2].weight = nn.Parameter(model[0].weight.data)  # another parameter of the same storage
+    qatpatch.apply(model, ANY_LINEAR)
+    keep = model[0].weight if held else None
+    report = qatpatch.deploy(model)
+    packed = 3 * (64 * 64 * 9 // 16 + 4)
+    assert report.bytes_before - report.bytes_after == 64 * 64 * 4 - packed
+    assert report.bytes_freed == (-packed if held else 64 * 64 * 4 - packed)
+    assert bool(report.held) == held
+    del keep
 
 
 def test_deployed_biases_train_and_packed_bytes_refuse_other_dtypes():

@@ -418,6 +418,14 @@ class TestRefusals:
         with pytest.raises(CheckpointError, match="did you mean 'qatpatch'"):
             qatpatch.convert(tmp_path, tmp_path, "qatpach")
 
+    @pytest.mark.parametrize(
+        "wrong", [dict(prefix=None), dict(prefix=5), dict(original_names=1), dict(without_input_scale="x")], ids=str
+    )
+    def test_options_of_another_type(self, tmp_path, wrong):
+        for write in (qatpatch.export, qatpatch.convert):
+            with pytest.raises(CheckpointError, match=f"{next(iter(wrong))} is .*, got"):
+                write(tiny_wan(layers=1), tmp_path / "x.safetensors", format="comfy", **wrong)
+
     def test_lengths_that_readers_have_no_blocks_for(self, tmp_path):
         model = ragged()
         qatpatch.apply(model, ANY_LINEAR, input_scale="unit")
@@ -430,6 +438,22 @@ class TestRefusals:
         loaded = qatpatch.load(root / "deployed" / "ragged" / "comfy" / "model.safetensors", model=ragged())
         x = torch.randn(5, 60)
         assert torch.equal(loaded(x), models["ragged"](x))
+
+    def test_padded_layers_do_not_go_into_narrower_ones(self, tmp_path):
+        """ComfyUI's files hold padded sizes alone: codes in the padding tell that they are of a larger layer."""
+        model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 128))
+        qatpatch.apply(model, ANY_LINEAR, input_scale="unit")
+        file = tmp_path / "x.safetensors"
+        qatpatch.export(model, file, "comfy", original_names=False)
+        with torch.device("meta"):
+            narrow = nn.Sequential(nn.Linear(52, 32), nn.Linear(32, 128))
+            short = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 120))
+        short[1].bias = nn.Parameter(torch.empty(128, device="meta"))
+        for skeleton, shape in ((narrow, "32 x 52"), (short, "120 x 32")):
+            with pytest.raises(CheckpointError, match=f"codes beyond the {shape} of the model's layer"):
+                qatpatch.convert(file, tmp_path / "y", "qatpatch", model=skeleton)
+            with pytest.raises(CheckpointError, match=f"codes beyond the {shape} of the model's layer"):
+                qatpatch.load(file, model=skeleton)
 
     def test_the_target_fits_the_format(self, tmp_path):
         model = tiny_wan(layers=1)
@@ -507,7 +531,7 @@ def test_files_hold_the_transformer_among_other_components(world, tmp_path):
     assert len(packed_layers(loaded)) == 9
     stray = {PREFIX + "stranger.weight": torch.zeros(2)}
     safetensors.torch.save_file(tensors | stray, tmp_path / "b.safetensors", metadata=file.metadata)
-    with pytest.raises(CheckpointError, match="Unexpected key.*stranger"):
+    with pytest.raises(CheckpointError, match="none of the model's .stranger.weight"):
         qatpatch.load(tmp_path / "b.safetensors", model=tiny_ltx2(layers=1))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 import qatpatch
 from qatpatch import CheckpointError, nvfp4
-from qatpatch.formats import COMFY, COMPRESSED_TENSORS, FORMATS, MODELOPT
+from qatpatch.formats import COMFY, COMPRESSED_TENSORS, FORMATS, MODELOPT, quantization_config
 
 CONFIG = {
     "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
@@ -173,6 +174,21 @@ class TestIdentify:
             ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; read are modelopt"),
             ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "format is 'pack-quantized'"),
             (CONFIG["compressed-tensors"] | {"config_groups": {"a": {}, "b": {}}}, "2 config_groups"),
+            (CONFIG["modelopt"] | {"group_size": 32}, "group_size in quantization_config is 32; NVFP4 has 16"),
+            (CONFIG["modelopt"] | {"config_groups": [1]}, "config_groups is no object"),
+            (
+                CONFIG["modelopt"] | {"config_groups": {"a": {"weights": {}}}},
+                "quant_algo NVFP4 and input_act.* disagree",
+            ),
+            (
+                {
+                    "quant_method": "modelopt",
+                    "quant_algo": "W4A16_NVFP4",
+                    "config_groups": {"a": {"input_activations": {}}},
+                },
+                "quant_algo W4A16_NVFP4 and input_activations of config_groups disagree",
+            ),
+            (CONFIG["modelopt"] | {"config_groups": {"a": {"weights": 4, "input_activations": {}}}}, "is no object"),
             ([1], "quantization_config of .* is list"),
             pytest.param("[" * 100_000, "no JSON", id="deep"),
             ("{", "no JSON"),
@@ -182,9 +198,40 @@ class TestIdentify:
         with pytest.raises(CheckpointError, match=message):
             load(parts(MODELOPT), config=config)
 
+    @pytest.mark.parametrize("part", ["weights", "input_activations"])
+    @pytest.mark.parametrize("found", [MODELOPT, COMPRESSED_TENSORS], ids=lambda found: found.name)
+    def test_configs_of_other_numbers(self, load, found, part):
+        whole = quantization_config(found, False, [])
+        load(parts(found), config=whole)
+        for key, value in (
+            ("num_bits", 8),
+            ("num_bits", "4"),
+            ("num_bits", None),
+            ("type", "int"),
+            ("group_size", 32),
+            ("group_size", "16"),
+            ("strategy", "group"),
+            ("symmetric", False),
+        ):
+            config = copy.deepcopy(whole)
+            config["config_groups"]["group_0"][part][key] = value
+            with pytest.raises(CheckpointError, match=f"{key} in {part} of .* is {value!r}; NVFP4 has"):
+                load(parts(found), config=config)
+
     @pytest.mark.parametrize(
         ("metadata", "tensors", "message"),
         [
+            (
+                layerwise("layer", full_precision_matrix_mult="false"),
+                {},
+                "full_precision.*'false'; it is true or false",
+            ),
+            (None, {"layer.comfy_quant": {"format": "nvfp4", "full_precision_matrix_mult": 1}}, "is 1; it is true or"),
+            (
+                layerwise("layer"),
+                {"layer.comfy_quant": {"format": "nvfp4", "full_precision_matrix_mult": True}},
+                "disagree on full_precision",
+            ),
             (layerwise("layer", format="float8_e4m3fn"), {}, "layer is 'float8_e4m3fn'; only files"),
             (layerwise("elsewhere"), {}, "elsewhere.weight is missing"),
             (layerwise(), {}, "belongs to no NVFP4 layer"),
@@ -241,8 +288,18 @@ class TestIdentify:
             load(parts(MODELOPT), config=CONFIG["modelopt"], model=Skeleton(96))
         with pytest.raises(CheckpointError, match="layer is packed, and the Linear has no such layer"):
             load(parts(MODELOPT), config=CONFIG["modelopt"], model=nn.Linear(4, 4))
-        with pytest.raises(CheckpointError, match="Missing key"):
+        with pytest.raises(CheckpointError, match="1 tensors of the model are missing .other.bias"):
             load({k: t for k, t in parts(MODELOPT).items() if k != "other.bias"}, config=CONFIG["modelopt"])
+
+    @pytest.mark.parametrize("found", FORMATS.values(), ids=FORMATS)
+    def test_a_bias_that_one_side_alone_has(self, load, found):
+        say = dict(metadata=layerwise("layer")) if found is COMFY else dict(config=CONFIG[found.name])
+        with pytest.raises(CheckpointError, match=r"1 tensors of the model are missing .layer.bias"):
+            load({k: t for k, t in parts(found).items() if k != "layer.bias"}, **say)
+        without = Skeleton()
+        without.layer.bias = None
+        with pytest.raises(CheckpointError, match=r"1 tensors are none of the model's .layer.bias"):
+            load(parts(found), model=without, **say)
 
     def test_names_are_never_paths(self, load, tmp_path):
         before = sorted(p.name for p in tmp_path.parent.iterdir())

@@ -110,6 +110,18 @@ def test_a_layout_that_is_not_the_one_that_is_stated(files, tmp_path):
     assert "blocks.0.attn1.to_q.weight_scale is missing" in inspect_file(file).problems[0]
 
 
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
+def test_a_bias_that_is_missing_is_missed_where_a_config_says_of_which_model(files, format, tmp_path):
+    file = changed(files[1][format], tmp_path / "x", lambda tensors: tensors.pop("blocks.0.attn1.to_q.bias"))
+    assert "of the model are missing (blocks.0.attn1.to_q.bias)" in inspect_file(file).problems[0]
+    with pytest.raises(qatpatch.CheckpointError, match="missing .blocks.0.attn1.to_q.bias"):
+        qatpatch.convert(tmp_path / "x", tmp_path / "y", "qatpatch")
+    own = changed(files[1]["qatpatch"], tmp_path / "z", lambda tensors: tensors.pop("blocks.0.attn1.to_q.bias"))
+    assert "blocks.0.attn1.to_q.bias is not as it was saved" in inspect_file(own).problems[0]
+    with pytest.raises(qatpatch.CheckpointError, match="is not as it was saved"):
+        qatpatch.convert(tmp_path / "z", tmp_path / "y", format)
+
+
 def test_files_without_metadata_say_what_is_missing(files, tmp_path):
     file = TensorFile(files[1]["comfy"])
     tensors = {name: file.tensor(name) for name in file.specs if not name.endswith("comfy_quant")}

@@ -459,6 +459,27 @@ class TestHonesty:
             spoiled = module(x).isnan()
             assert spoiled[:, 11].all() and spoiled.sum() == 6
 
+    @pytest.mark.parametrize("settings", [{}, {"activations": False}, {"backward": "quantized"}], ids=str)
+    @pytest.mark.parametrize("columns, given", [(64, 63), (64, 1), (64, 128), (60, 64), (60, 49), (64, None)])
+    def test_an_input_of_another_width_is_refused_as_nn_linear_does(self, columns, given, settings):
+        """Packed rows are padded to 64: no kernel would notice, and 128 columns are two rows of 64."""
+        layer = patched_linear(columns, **settings)
+        shapes = [()] if given is None else [(given,), (3, given), (2, 4, given)]
+        shared = LinearState(LinearSettings(**settings), group="blocks.0.attn1")
+        sharing = copy.deepcopy(layer)
+        sharing.quantization = shared
+        layers = layer, sharing, *(NVFP4Linear.from_linear(each, retain=False) for each in (layer, sharing))
+        for shape in shapes:
+            x = torch.ones(shape)
+            with pytest.raises(RuntimeError):
+                plain_linear(columns)(x)
+            for module in layers:
+                for grad in (True, False):
+                    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=f"in_features={columns}"):
+                        module(x)
+                with _Called(), torch.no_grad(), pytest.raises(RuntimeError, match=f"in_features={columns}"):
+                    module(x)
+
     def test_layerwise_casting_is_refused_where_it_would_lose_the_master_weight(self):
         layer = patched_linear()
         before = copy.deepcopy(layer.state_dict())
@@ -674,6 +695,35 @@ class TestStateDict:
             assert_packed_unchanged(packed, before)
             assert torch.equal(packed.bias, bias)
 
+    @pytest.mark.parametrize("theirs, ours", [(64, 60), (60, 64), (64, 49), (49, 64)])
+    def test_a_layer_of_another_width_is_told_by_the_metadata(self, theirs, ours):
+        """Both are stored 64 wide."""
+        packed, before = packed_linear(ours), packed_state(packed_linear(ours))
+        with pytest.raises(RuntimeError, match=f"in_features={theirs} there, {ours} here"):
+            packed.load_state_dict(packed_linear(theirs).state_dict())
+        assert_packed_unchanged(packed, before)
+
+    @pytest.mark.parametrize("ours", [60, 61, 63])
+    def test_a_wider_layer_is_told_by_its_codes_too(self, ours):
+        packed, before = packed_linear(ours), packed_state(packed_linear(ours))
+        with pytest.raises(RuntimeError, match=f"codes beyond the {ours} inputs"):
+            packed.load_state_dict(dict(packed_linear(64).state_dict()))
+        assert_packed_unchanged(packed, before)
+        packed.load_state_dict(dict(packed_linear(ours).state_dict()))
+
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_a_layer_that_trains_takes_nothing_of_a_packed_one(self, strict):
+        """Its names fit the bias alone."""
+        for layer, prefix in ((patched_linear(), ""), (nn.Sequential(patched_linear()), "0.")):
+            before = copy.deepcopy(layer.state_dict())
+            packed = packed_linear()
+            with torch.no_grad():
+                packed.bias.add_(1)
+            given = {prefix + key: value for key, value in packed.state_dict().items()}
+            with pytest.raises(RuntimeError, match="trains, and the state dict has it packed.*qatpatch.load"):
+                layer.load_state_dict(given, strict=strict)
+            assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items())
+
     def test_the_error_says_what_fits(self):
         with pytest.raises(
             RuntimeError, match="0 is packed NVFP4.*weight_packed.*has bias, weight. Dense weights do not fit"
@@ -765,6 +815,16 @@ class TestCompiled:
             y.backward(normal(2, 5, 48, seed=1).to(y.dtype))
             results.append((y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
         assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_an_input_of_another_width_is_refused(self, dynamic):
+        layer = patched_linear(60).eval()
+        for module in (layer, NVFP4Linear.from_linear(layer, retain=False)):
+            compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+            with torch.no_grad():
+                compiled(normal(5, 60))
+                with pytest.raises(RuntimeError):
+                    compiled(normal(5, 64))
 
     @pytest.mark.parametrize(
         "settings",

@@ -174,6 +174,12 @@ class TestLayer:
         if row is standin.NATIVE_ROW:
             assert torch.equal(y, torch.from_numpy(wanted).float().bfloat16())
 
+    def test_an_input_of_another_width_is_refused(self, row):
+        layer = deployed(kernel=row.name)
+        for width in (90, 64, 192):
+            with torch.no_grad(), pytest.raises(RuntimeError, match="in_features=96"):
+                layer(normal(2, 70, width))
+
     def test_a_bias_is_rounded_with_the_product_unless_the_row_is_asked_for(self, monkeypatch):
         monkeypatch.setattr(kernels, "TABLE", (standin.FLASHINFER_ROW, standin.NATIVE_ROW, *kernels.TABLE))
         x, name = normal(70, 96), standin.FLASHINFER_ROW.name

@@ -542,3 +542,11 @@ def test_a_large_weight_needs_little_memory_besides_itself():
     """256 MiB of float32 pack to 36 MiB, and the peak stays under one more copy of the weight."""
     done = subprocess.run([sys.executable, "-c", _PEAK], capture_output=True, text=True, check=True, cwd=ROOT)
     assert float(done.stdout) < 256
+
+
+@pytest.mark.parametrize("columns", [1, 15, 16, 17, 50, 63, 64])
+def test_codes_in_the_padding_are_seen(columns):
+    x = torch.ones(3, columns)
+    packed = nvfp4.quantize(-x).packed
+    width = 2 * packed.shape[1]
+    assert all(nvfp4.padding_is_zero(packed, kept) == (kept >= columns) for kept in range(width + 1))

@@ -26,7 +26,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # lies in qatpatch/kernels.
 LEVELS = (
     ("errors",),
-    ("autocast", "guards", "tensor_files", "key_names"),
+    ("autocast", "tensor_files", "key_names"),
     ("nvfp4",),
     ("kernels",),
     ("straight_through",),
@@ -39,7 +39,7 @@ LEVELS = (
     ("profiles",),
     ("dispatch",),
     ("units",),
-    ("graphs",),
+    ("graphs", "guards"),
     ("receipts",),
     ("damage_report",),
     ("plan",),

@@ -477,3 +477,36 @@ def test_a_package_that_is_imported_anew_works():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "[1, 32]" in done.stdout, done.stderr
+
+
+def test_layers_that_are_read_and_not_called_are_refused_or_skipped():
+    """In evaluation torch's encoder layer computes from the weights of its linears."""
+    model = nn.Sequential(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), nn.Linear(64, 64)).eval()
+    x = torch.randn(2, 5, 64)
+    before = run_plain(model, x)
+    with pytest.raises(PlanError, match="self_attn.out_proj: it is a NonDyn(?s:.*)0.linear1, 0.linear2: .*fast path"):
+        qatpatch.apply(model, ANY_LINEAR)
+    assert torch.equal(run_plain(model, x), before)
+    report = qatpatch.apply(model, ANY_LINEAR, strict=False)
+    assert report.linears == ("1",) and "fast path" in report.skipped["0.linear1"]
+    assert all(qatpatch.audit(model, input=x).reached.values())
+
+    class Own(nn.TransformerEncoderLayer):
+        def forward(self, x):
+            return self.linear2(self.linear1(x))
+
+    own = nn.Sequential(Own(64, 4, 128)).eval()
+    assert len(qatpatch.apply(own, ANY_LINEAR, exclude=("*.out_proj",)).linears) == 2
+    assert all(qatpatch.audit(own, input=x).reached.values())
+
+
+def test_a_model_that_is_itself_a_layer_is_refused():
+    for model in (nn.Linear(64, 64), tiny_wan(layers=1).blocks[0].attn1):
+        for call in (qatpatch.build_plan, qatpatch.apply):
+            with pytest.raises(PlanError, match="the model is itself a .*put it into one"):
+                call(model, ANY_LINEAR)
+
+
+def run_plain(model, x):
+    with torch.no_grad():
+        return model(x)

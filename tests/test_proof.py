@@ -438,3 +438,18 @@ def test_a_compiled_layer_binds_a_proven_kernel(monkeypatch):
     compiled(q)
     assert row.name in resolved(row).refused
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("cases", [LINEAR_CASES, ATTENTION_CASES], ids=["linear", "attention"])
+def test_cases_do_not_depend_on_the_default_dtype(cases):
+    arguments = (64,) if cases is ATTENTION_CASES else ()
+    wanted = [case.tensors(*arguments) for case in cases]
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        found = [case.tensors(*arguments) for case in cases]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert all(
+            a is b is None or torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(ours, theirs, strict=True)
+        )

@@ -138,13 +138,13 @@ def test_one_sharded_process_is_a_plain_one(tmp_path):
 def test_quantization_may_start_later(tmp_path):
     quiet = dict(validation=dict(every=0))
     runs = {}
-    for start in (1, 3, 9):
+    for start in (1, 3, 4):
         recipe = write_recipe(tmp_path, train=dict(steps=4), quantization={"start_step": start}, **quiet)
         assert train.main([str(recipe), "--output", str(tmp_path / str(start))]) == 0
         runs[start] = losses(tmp_path / str(start))
     assert train.main([str(recipe), "--dense", "--output", str(tmp_path / "dense")]) == 0
     dense = losses(tmp_path / "dense")
-    assert runs[9] == dense
+    assert runs[4][:3] == dense[:3] and runs[4][3] != dense[3]
     assert runs[3][:2] == dense[:2] and runs[3][2] != dense[2]
     assert runs[1][0] != dense[0]
 

@@ -75,6 +75,12 @@ def test_a_valid_recipe_takes_its_name_from_the_file_and_paths_from_its_folder(t
         ({"data.height": 70}, ["data.height 70 is not a multiple of data.patch 16"]),
         ({"data.latents": "vae"}, ["needs model.kind 'pretrained'"]),
         ({"data.clips": []}, ["data names no video"]),
+        ({"quantization.start_step": 3}, ["start_step 3 comes after train.steps 2", "nothing would train quantized"]),
+        ({"train.betas": [2, 3]}, ["train.betas.0: input should be less than 1", "train.betas.1"]),
+        ({"train.betas": [0.9, -0.1]}, ["train.betas.1", "greater than or equal to 0"]),
+        ({"model.config": {"num_layers": "2"}}, ["model.config.num_layers: '2' is no int"]),
+        ({"model.config": {"num_layers": True, "rope_theta": "x"}}, ["num_layers: True is no int", "'x' is no float"]),
+        ({"model.config": {"num_layers": 1.5}}, ["model.config.num_layers: 1.5 is no int"]),
     ],
 )
 def test_a_mistake_is_named_with_what_is_valid(tmp_path, change, expected):
@@ -82,6 +88,20 @@ def test_a_mistake_is_named_with_what_is_valid(tmp_path, change, expected):
         load(tmp_path, change)
     for part in expected:
         assert part in str(caught.value)
+
+
+def test_adapters_may_learn_on_the_dense_base_alone(tmp_path):
+    assert load(tmp_path, {"quantization.start_step": 3, "lora": {"rank": 4}}).quantization.start_step == 3
+
+
+@pytest.mark.parametrize(
+    "text", ["x: " + "[" * 2000, "x: " + "{a: " * 2000, b"\xff\xfe\x00"], ids=["lists", "maps", "bytes"]
+)
+def test_what_no_parser_takes_is_one_error(tmp_path, text):
+    path = tmp_path / "r.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(RecipeError, match="does not parse"):
+        load_recipe(path)
 
 
 def test_a_clip_key_is_checked_inside_its_list(tmp_path):

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import accelerate
+import peft
 import pytest
 import torch
 from accelerate.hooks import remove_hook_from_submodules
@@ -23,12 +24,13 @@ from test_diffusers import pipeline
 from torch.utils.checkpoint import checkpoint
 
 import qatpatch
-from qatpatch import CheckpointError, PlanError
+from qatpatch import CheckpointError, PlanError, Profile, Rule
 from qatpatch.packed_linear import NVFP4Linear
 
 CPU = torch.device("cpu")
 MODELS = {"ltx2": (tiny_ltx2, ltx2_inputs), "wan": (tiny_wan, wan_inputs)}
 MOMENTS = ("before apply", "after apply", "after deploy")
+ANY_LINEAR = Profile(name="all", rules=(Rule(match=("*",), action="linear"),))
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "diffusers.md"
 
 
@@ -603,3 +605,70 @@ def test_a_loaded_pipeline_keeps_its_dtype_by_sharing_components(tmp_path):
             cast()
     other = type(pipe)(**pipe.components)
     assert torch.equal(run(other.transformer, data), expected("wan"))
+
+
+_KINDS = {
+    "HRA": (True, dict(r=4)),
+    "SHIRA": (True, dict(r=2)),
+    "MISS": (True, dict(r=4, init_weights="bat")),
+    "LORA": (False, dict(r=4)),
+    "LORA, dora": (False, dict(r=4, use_dora=True)),
+    "LOKR": (False, dict(r=4)),
+    "LOHA": (False, dict(r=4)),
+    "OFT": (False, {}),
+    "VERA": (False, dict(r=4)),
+    "FOURIERFT": (False, {}),
+    "IA3": (False, dict(feedforward_modules=[])),
+}
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_adapters_that_compute_from_the_weight_themselves_never_run_a_patch_around_silently(kind):
+    """What each type does is seen on an unpatched model: whether its wrapper calls the layer."""
+    bypasses, options = _KINDS[kind]
+    build = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind.partition(",")[0])]
+
+    def adapted(model):
+        return peft.get_peft_model(model, build(target_modules=["0", "1"], **options))
+
+    def plain():
+        return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+
+    x, called = torch.randn(3, 64), []
+    model = adapted(plain())
+    for layer in (model.base_model.model[0], model.base_model.model[1]):
+        layer.base_layer.register_forward_pre_hook(lambda *a: called.append(1))
+    model(x)
+    assert bool(called) is not bypasses
+    if not bypasses:
+        assert len(qatpatch.apply(model, ANY_LINEAR).linears) == 2
+        qatpatch.remove(model)
+        qatpatch.apply(later := plain(), ANY_LINEAR)
+        adapted(later)(x)
+        assert {layer.state for layer in qatpatch.report(later).layers.values()} == {"train"}
+        return
+    before = model(x)
+    with pytest.raises(
+        PlanError, match="0, .*1.*the adapter around it .* never calls it, so the patch would never run"
+    ):
+        qatpatch.apply(model, ANY_LINEAR)
+    assert torch.equal(model(x), before)
+    qatpatch.apply(later := plain(), ANY_LINEAR)
+    later(x)
+    wrapped = adapted(later)
+    with pytest.raises(RuntimeError, match="an adapter was added to a patched layer.*never calls it"):
+        wrapped(x)
+    assert {layer.state for layer in qatpatch.report(later).layers.values()} == {"replaced"}
+    with pytest.raises(PlanError, match="never calls it"):
+        qatpatch.deploy(later)
+    qatpatch.remove(later)
+    wrapped(x)
+
+
+def test_a_disabled_adapter_that_would_bypass_a_patch_is_found_before_it_is_enabled():
+    model = tiny_wan(layers=1)
+    model.add_adapter(peft.HRAConfig(r=4, target_modules=["to_q"]))
+    model.disable_adapters()
+    with pytest.raises(PlanError, match="attn1.to_q.*HRALinear"):
+        qatpatch.apply(model)
+    assert "HRALinear" in qatpatch.build_plan(model, strict=False).skipped["blocks.0.attn1.to_q"]

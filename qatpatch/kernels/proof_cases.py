@@ -46,9 +46,9 @@ class LinearCase:
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """x (rows, K), weight (N, K) and bias (N) on the CPU."""
         generator = torch.Generator().manual_seed(self.rows * 1009 + self.in_features)
-        x = torch.randn(self.rows, self.in_features, generator=generator)
-        weight = torch.randn(self.out_features, self.in_features, generator=generator) * 0.05
-        bias = torch.randn(self.out_features, generator=generator) if self.bias else None
+        x = torch.randn(self.rows, self.in_features, generator=generator, dtype=torch.float32)
+        weight = torch.randn(self.out_features, self.in_features, generator=generator, dtype=torch.float32) * 0.05
+        bias = torch.randn(self.out_features, generator=generator, dtype=torch.float32) if self.bias else None
         if self.kind == "zeros":
             x[:, 16:32], x[::3], weight[1::2, :16], weight[-1] = 0.0, 0.0, 0.0, 0.0
         elif self.kind == "empty":
@@ -117,13 +117,13 @@ class AttentionCase:
         generator = torch.Generator().manual_seed(self.queries * 1009 + self.keys)
 
         def noise(length: int) -> torch.Tensor:
-            return torch.randn(self.batch, length, self.heads, head_dim, generator=generator)
+            return torch.randn(self.batch, length, self.heads, head_dim, generator=generator, dtype=torch.float32)
 
         q, k, v = noise(self.queries), noise(self.keys), noise(self.keys)
         if self.kind == "zeros":
             q[:, ::3, :, :16], k[:, 1::4], v[:, :16], v[..., 3] = 0.0, 0.0, 0.0, 0.0
         elif self.kind == "offset":
-            k += 4.0 * torch.randn(1, 1, self.heads, head_dim, generator=generator)
+            k += 4.0 * torch.randn(1, 1, self.heads, head_dim, generator=generator, dtype=torch.float32)
         elif self.kind == "sharp":
             q *= 4.0
         elif self.kind == "large":
@@ -132,8 +132,8 @@ class AttentionCase:
             v = v * 2.0**-6
         mask = None
         if self.masked:
-            mask = torch.arange(self.keys) < torch.linspace(self.keys // 2, self.keys, self.batch).long()[:, None]
-            mask = mask[:, None, None, :]
+            lengths = torch.linspace(self.keys // 2, self.keys, self.batch, dtype=torch.float32).long()
+            mask = (torch.arange(self.keys) < lengths[:, None])[:, None, None, :]
         return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), mask
 
 

@@ -290,7 +290,7 @@ def _weighted_values(weights: torch.Tensor, block: _KeyBlock, total: torch.Tenso
 
 def _round(x: torch.Tensor) -> torch.Tensor:
     """NVFP4 there and back with global scale 1, in groups of 16 along the last axis, as float32."""
-    return nvfp4.round_to_nvfp4(x, torch.ones((), device=x.device), dtype=torch.float32)
+    return nvfp4.round_to_nvfp4(x, torch.ones((), dtype=torch.float32, device=x.device), dtype=torch.float32)
 
 
 def _finite(maximum: torch.Tensor) -> torch.Tensor:
