@@ -17,7 +17,7 @@ from qatpatch.checkpoint import CONFIG_NAME, HEADER_KEY, checked, open_stored
 from qatpatch.errors import CheckpointError
 from qatpatch.formats import Format, check_block_scale, check_global_scale, identify
 from qatpatch.linear_state import fixed_input_scale
-from qatpatch.receipts import Receipt, Table, grouped_members
+from qatpatch.receipts import Receipt, Table, counted, grouped_members
 from qatpatch.tensor_files import TensorFile, read_json_file
 
 
@@ -71,8 +71,9 @@ class Inspection(Receipt):
 
     def _tables(self) -> list[Table]:
         title = (
-            f"{self.file}: format {self.format or 'unknown'}, {self.model or 'model unknown'}, {len(self.layers)} "
-            f"packed layers, {self.tensors} tensors, {self.nbytes / 1e6:.1f} MB"
+            f"{self.file}: format {self.format or 'unknown'}, {self.model or 'model unknown'}, "
+            f"{counted(len(self.layers), 'packed layer')}, {counted(self.tensors, 'tensor')}, "
+            f"{self.nbytes / 1e6:.1f} MB"
         )
         layers = {layer.name: layer for layer in self.layers}
         groups = grouped_members(layers, key=lambda n: (str(layers[n].shape), str(layers[n].weight_only)))
@@ -81,7 +82,7 @@ class Inspection(Receipt):
         wrong = [(problem,) for problem in self.problems]
         tables = [
             (title, [header, *rows] if rows else []),
-            (f"{len(wrong)} problems" if wrong else "nothing is wrong", [("problem",), *wrong] if wrong else []),
+            (counted(len(wrong), "problem") if wrong else "nothing is wrong", [("problem",), *wrong] if wrong else []),
         ]
         return [
             (printable(title), [tuple(printable(cell) for cell in row) for row in table]) for title, table in tables

@@ -64,6 +64,11 @@ class Record:
     deployed: bool = False
     mask_arguments: tuple[str, ...] = ()
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the model was read from a file of another tool, which says nothing of attention or training."""
+        return self.scheme == "dense"
+
 
 def apply(
     model: nn.Module,
@@ -195,6 +200,11 @@ def report(model: nn.Module) -> PatchReport:
     layers: dict[str, LayerReceipt] = {}
     rows: dict[str, Kernel] = {}
     warnings = list(record.warnings)
+    if record.is_foreign:
+        warnings.append(
+            f"read from a file of another tool ({record.profile}), which does not say how it was trained: 'simulated' "
+            "says that these are the numbers of the file, not that training saw them"
+        )
     passed_over = PassedOver()
     for kind, names in (("linear", record.linears), ("attention", record.attentions)):
         for name, paths in names.items():

@@ -20,7 +20,7 @@ from qatpatch.graphs import graph_units
 from qatpatch.linear_state import BACKWARDS, INPUT_SCALES, LinearSettings
 from qatpatch.nvfp4 import GLOBAL_SCALE_RULES
 from qatpatch.profiles import Profile, Rule, find_profile, matches
-from qatpatch.receipts import Receipt, Table, grouped, skip_table, warning_tables
+from qatpatch.receipts import Receipt, Table, counted, grouped, skip_table, warning_tables
 from qatpatch.units import Unit, is_graph, module_units, unwrap
 
 RECORD = "_qatpatch"
@@ -85,8 +85,8 @@ class Plan(Receipt):
 
     def _tables(self) -> list[Table]:
         title = (
-            f"plan for {self.model_class}, profile {self.profile}: {len(self.linears)} linears "
-            f"({100 * self.parameters:.1f} % of the parameters), {len(self.attentions)} attentions, scheme "
+            f"plan for {self.model_class}, profile {self.profile}: {counted(len(self.linears), 'linear')} "
+            f"({100 * self.parameters:.1f} % of the parameters), {counted(len(self.attentions), 'attention')}, scheme "
             f"{self.scheme}"
         )
         actions = {**self.linears, **self.attentions}
@@ -234,6 +234,11 @@ def refuse_patched(model: nn.Module) -> None:
     if record is None and not found:
         return
     if any(getattr(type(m), "qatpatch_kind", "") == "NVFP4Linear" for m in found.values()):
+        if all(getattr(m, "dense_weight", 0) is not None for m in found.values()):
+            raise PlanError(
+                f"this {type(model).__name__} is deployed (packed to NVFP4) and kept its dense weights; call "
+                "qatpatch.remove(model) first"
+            )
         raise PlanError(
             f"this {type(model).__name__} is deployed (packed to NVFP4); its dense weights are gone. Load the "
             "original weights anew to patch again"

@@ -103,11 +103,11 @@ class PatchReport(Receipt):
 
     def _tables(self) -> list[Table]:
         title = (
-            f"{self.model_class}, profile {self.profile}: {len(self.linears)} linears "
+            f"{self.model_class}, profile {self.profile}: {counted(len(self.linears), 'linear')} "
             f"({100 * self.parameters:.1f} % of the "
-            f"parameters), {len(self.attentions)} attentions, scheme {self.scheme}"
+            f"parameters), {counted(len(self.attentions), 'attention')}, scheme {self.scheme}"
             + (f", arch={self.architecture}" if self.architecture else "")
-            + (f", {self.masked_calls} masked calls" if self.masked_calls else "")
+            + (f", {counted(self.masked_calls, 'masked call')}" if self.masked_calls else "")
         )
         header = ("modules", "count", "kind", "state", "kernel", "scheme", "simulated", "native", "note")
         rows = [
@@ -155,7 +155,7 @@ class SwapReceipt(Receipt):
     def line(self) -> str:
         """The receipt in one line."""
         line = (
-            f"{self.swap}: {len(self.modules)} modules, arch={self.architecture} kernel={self.kernel} "
+            f"{self.swap}: {counted(len(self.modules), 'module')}, arch={self.architecture} kernel={self.kernel} "
             f"scheme={self.scheme} simulated={_yes(self.simulated)} native={_yes(self.native)}"
         )
         return f"{line} ({self.note})" if self.note else line
@@ -200,8 +200,9 @@ class DeployReport(Receipt):
 
     def _tables(self) -> list[Table]:
         title = (
-            f"{self.model_class} deployed: {len(self.packed)} linears packed, {len(self.retained)} of them kept dense "
-            f"too, {len(self.attentions)} attentions" + (f", arch={self.architecture}" if self.architecture else "")
+            f"{self.model_class} deployed: {counted(len(self.packed), 'linear')} packed, {len(self.retained)} of them "
+            f"kept dense too, {counted(len(self.attentions), 'attention')}"
+            + (f", arch={self.architecture}" if self.architecture else "")
         )
         memory = [
             ("memory", "GiB", "bytes"),
@@ -285,7 +286,7 @@ def skip_table(skipped: dict[str, str]) -> Table:
     for name, count, first in grouped(skipped, key=lambda name: (skipped[name],)):
         reasons.setdefault(skipped[first], []).append(name if count == 1 else f"{name} ({count})")
     rows = [(_shortened(names), reason) for reason, names in reasons.items()]
-    return f"left dense: {len(skipped)} modules", [("modules", "reason"), *rows] if rows else []
+    return f"left dense: {counted(len(skipped), 'module')}", [("modules", "reason"), *rows] if rows else []
 
 
 def _shortened(names: list[str]) -> str:
@@ -307,6 +308,11 @@ def refusals(found: Iterable[dict[str, str]]) -> tuple[Refusal, ...]:
     """One `Refusal` a kernel and reason, of each layer's refused rows (name -> reason)."""
     counts = Counter((name, reason) for refused in found for name, reason in refused.items())
     return tuple(Refusal(kernel=name, reason=reason, layers=count) for (name, reason), count in counts.items())
+
+
+def counted(number: int, one: str, several: str = "") -> str:
+    """``1 layer``, ``2 layers``; ``several`` where that is not ``one`` with an s."""
+    return f"{number} {one if number == 1 else several or one + 's'}"
 
 
 def _yes(value: bool) -> str:
