@@ -28,9 +28,10 @@ from torch import nn
 from qatpatch import nvfp4
 from qatpatch.errors import PlanError
 from qatpatch.linear import QATLinear
+from qatpatch.linear_state import LinearState
 from qatpatch.patch import patch_record
 from qatpatch.receipts import Receipt, Table, counted, grouped, warning_tables
-from qatpatch.units import layer_at, unwrap
+from qatpatch.units import kind_of, layer_at, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -168,23 +169,21 @@ def calibrate(model: nn.Module, *, percentile: float = 100.0, across_ranks: bool
     layers = _calibratable(model)
     observers = {name: _Observer(histogram=percentile < 100) for name in layers}
     report = CalibrationReport(percentile=percentile)
-    try:
+    with contextlib.ExitStack() as closing:
+        for _ in range(2):  # an interrupt in the first may leave layers that observe for ever
+            closing.callback(_stop_observing, layers)
         for name, layer in layers.items():
             layer.quantization.calibration = observers[name]
         with torch.compiler.set_stance("force_eager"):
             yield report
-    finally:
-        for layer in layers.values():
-            layer.quantization.calibration = None
     together = across_ranks and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     amax, magnitudes = _seen(layers, observers, percentile, together)
     for name, magnitude in magnitudes.items():
-        state = layers[name].quantization
-        rule = state.settings.global_scale
+        rule = layers[name].quantization.settings.global_scale
         scale = float(nvfp4.global_scale_of_amax(torch.tensor(magnitude, dtype=torch.float32), rule))
-        state.settings = dataclasses.replace(state.settings, static_scale=scale)
         calls = observers[name].calls
         report.layers[name] = Calibrated(calls=calls, amax=amax[name], magnitude=magnitude, scale=scale)
+    _set_scales({layers[name].quantization: layer.scale for name, layer in report.layers.items()})
     report.ranks = dist.get_world_size() if together else 1
     report.unreached = tuple(name for name in layers if name not in magnitudes)
     report.uncalibrated = tuple(n for n in report.unreached if layers[n].quantization.settings.static_scale is None)
@@ -193,11 +192,28 @@ def calibrate(model: nn.Module, *, percentile: float = 100.0, across_ranks: bool
         logger.warning("calibrate: no forward reached %s, so it keeps what it had", name)
 
 
+def _stop_observing(layers: dict[str, QATLinear]) -> None:
+    for layer in layers.values():
+        layer.quantization.calibration = None
+
+
+def _set_scales(scales: dict[LinearState, float]) -> None:
+    """Give every state its scale, or none of them a new one."""
+    before = {state: state.settings for state in scales}
+    try:
+        for state, scale in scales.items():
+            state.settings = dataclasses.replace(state.settings, static_scale=scale)
+    except BaseException:
+        for state, settings in before.items():
+            state.settings = settings
+        raise
+
+
 def _calibratable(model: nn.Module) -> dict[str, QATLinear]:
     """The layers to observe, or an error."""
     record = patch_record(model)
     layers = {name: layer_at(model, paths[0]) for name, paths in record.linears.items()}
-    layers = {name: layer for name, layer in layers.items() if isinstance(layer, QATLinear)}
+    layers = {name: layer for name, layer in layers.items() if kind_of(layer) == "QATLinear"}
     if record.deployed or not layers:
         raise PlanError("calibrate works on a patched model before deploy: the scales are part of what is trained")
     if any(layer.quantization.settings.input_scale != "static" for layer in layers.values()):

@@ -193,7 +193,9 @@ def export(
     if dtype not in dtypes:
         _fail(f"--dtype {dtype} is none of {', '.join(dtypes)}", 2)
     cls = type(checkpoint.config_skeleton(config))
-    model = cls.from_pretrained(_model_dir(model_dir), torch_dtype=dtypes[dtype], local_files_only=True)
+    model = cls.from_pretrained(
+        _model_dir(model_dir), torch_dtype=dtypes[dtype], local_files_only=True, use_safetensors=True
+    )
     patch.apply(
         model, profile, attention=False, activations=not weight_only, include=include or (), exclude=exclude or ()
     )

@@ -31,6 +31,7 @@ from qatpatch.patch import (
     Record,
     attention_states,
     device_of,
+    is_purged,
     layer_state,
     move_hooks,
     patch_record,
@@ -40,7 +41,7 @@ from qatpatch.patch import (
 from qatpatch.receipts import DeployReport
 from qatpatch.swap import bind_infer, watch_masks
 from qatpatch.switch import AttentionChoice
-from qatpatch.units import is_graph, is_hooked, layer_at, unwrap
+from qatpatch.units import is_graph, is_hooked, kind_of, layer_at, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -97,7 +98,9 @@ def deploy(
     retained = []
     for name in list(layers):
         layer = layers.pop(name)
-        if isinstance(layer, NVFP4Linear):  # packed by a deploy that was interrupted
+        if kind_of(layer) == "NVFP4Linear":  # packed by a deploy that was interrupted
+            if not is_purged(layer):
+                retained.append(name)
             continue
         retain = retain_original_weights or layer.quantization.settings.refine_only
         packed = NVFP4Linear.from_linear(layer, retain=retain)
@@ -109,11 +112,10 @@ def deploy(
             watched[name] = _Watched(layer.weight)
         replace_module(model, record.linears[name], packed)
         del layer, packed
-    if watched and is_graph(model):
+    if is_graph(model) and len(retained) < len(record.linears):
         forget_original(model)
     for state, choice in attention:
         state.deployed = choice
-    record.deployed = True
     guards.release(model, ("enable_layerwise_casting",))
     dispatch.forget_cached(model)
     if dispatch.is_diffusers_model(model):
@@ -121,6 +123,7 @@ def deploy(
 
         diffusers_quantizer.attach(model)
     watch_masks(model, record, [state for state, _ in attention], [choice for _, choice in attention])
+    record.deployed = True  # last: what was interrupted before can be taken up again
     report = _receipt(model, record, before, allocated, devices, watched, tuple(retained))
     if averaged:
         logger.warning("deploy: %s", _AVERAGED)
@@ -152,7 +155,7 @@ def _check(model: nn.Module, record: Record, layers: dict[str, nn.Module]) -> No
     if waiting:
         problems.append(waiting)
     other = getattr(model, "hf_quantizer", None)
-    if other is not None:
+    if other is not None and type(other).__module__ != "qatpatch.diffusers_quantizer":
         problems.append(
             f"diffusers loaded this model with its {type(other).__name__}, which cannot save packed layers beside its "
             "own; load the weights unquantized"
@@ -174,9 +177,9 @@ def _check(model: nn.Module, record: Record, layers: dict[str, nn.Module]) -> No
 
 def _problem(layer: nn.Module) -> str | None:
     """Why a layer cannot be packed now; None where it can, or is."""
-    if isinstance(layer, NVFP4Linear):
+    if kind_of(layer) == "NVFP4Linear":
         return None
-    if not isinstance(layer, QATLinear):
+    if kind_of(layer) != "QATLinear":
         return f"it is a {type(layer).__name__} now; its patch was taken out"
     if _uncalibrated(layer):
         return "input_scale='static' and no scale yet; run forwards inside qatpatch.calibrate"
@@ -203,7 +206,7 @@ def _check_kernel(layers: dict[str, nn.Module], kernel: str) -> None:
     asked: dict[tuple[Any, ...], str] = {}
     for name, layer in layers.items():
         shape, bias = (layer.out_features, layer.in_features), layer.bias is not None
-        dtype = layer.compute_dtype if isinstance(layer, NVFP4Linear) else layer.weight.dtype
+        dtype = layer.compute_dtype if kind_of(layer) == "NVFP4Linear" else layer.weight.dtype
         limits = layer.quantization.limits(shape, dtype, bias)
         asked.setdefault((device_of(layer, layer), *limits.items()), name)
     for (device, *limits), name in asked.items():

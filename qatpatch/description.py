@@ -28,7 +28,7 @@ from qatpatch.reuse import input_group
 from qatpatch.swap import bind_infer, watch_masks
 from qatpatch.switch import AttentionChoice, Switch
 from qatpatch.tensor_files import read_json
-from qatpatch.units import adapters, layer_at, logical
+from qatpatch.units import adapters, kind_of, layer_at, logical
 
 HEADER_KEY = "qatpatch"
 VERSION = "1"
@@ -61,7 +61,7 @@ def describe(model: nn.Module, record: Record) -> dict[str, Any]:
     linears = {}
     for name, paths in record.linears.items():
         module = layer_at(model, paths[0])
-        if not isinstance(module, NVFP4Linear):
+        if kind_of(module) != "NVFP4Linear":
             raise CheckpointError(f"{name} is a {type(module).__name__}, not a packed layer; deploy again")
         trained = module.quantization.trained_dtype
         linears[name] = {

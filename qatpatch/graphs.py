@@ -169,6 +169,11 @@ def rewrite(
         raise
 
 
+def is_rewritten(model: nn.Module) -> bool:
+    """Whether `restore` has something to put back."""
+    return _ORIGINAL in vars(model)
+
+
 def restore(model: torch.fx.GraphModule) -> None:
     """Put back the graph and modules from before `rewrite`."""
     original: _Original = vars(model).pop(_ORIGINAL)

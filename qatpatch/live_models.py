@@ -17,13 +17,12 @@ from torch import nn
 from qatpatch import nvfp4
 from qatpatch.description import check_writable, plain_config, writable
 from qatpatch.errors import CheckpointError, PlanError
-from qatpatch.linear import QATLinear
-from qatpatch.packed_linear import NVFP4Linear, packed_weight, quantized_source
+from qatpatch.packed_linear import packed_weight, quantized_source
 from qatpatch.patch import Record, patch_record
 from qatpatch.reuse import input_group
 from qatpatch.stored_models import PACKED_PARTS, PackedModel, packed_specs
 from qatpatch.tensor_files import Spec
-from qatpatch.units import adapters, is_graph, layer_at, unwrap
+from qatpatch.units import adapters, is_graph, kind_of, layer_at, unwrap
 
 
 def live_model(model: nn.Module, share_qkv: bool) -> PackedModel:
@@ -53,7 +52,7 @@ def live_model(model: nn.Module, share_qkv: bool) -> PackedModel:
         settings = asdict(layer.quantization.settings) | shared.get(name, {})
         shape = (layer.out_features, layer.in_features)
         linears[name] = {"paths": list(record.linears[name]), "shape": list(shape), "settings": settings}
-        if isinstance(layer, NVFP4Linear):
+        if kind_of(layer) == "NVFP4Linear":
             continue
         for path in record.linears[name]:
             tensors[f"{path}.dense_weight"] = tensors.pop(f"{path}.weight")
@@ -85,9 +84,9 @@ def _check_live(model: nn.Module, record: Record) -> None:
         raise CheckpointError(f"{fused[0]} has fused projections, which run beside the patched ones; unfuse first")
     for name, paths in record.linears.items():
         layer = layer_at(model, paths[0])
-        if not isinstance(layer, QATLinear | NVFP4Linear):
+        if kind_of(layer) not in ("QATLinear", "NVFP4Linear"):
             raise CheckpointError(f"{name} is a {type(layer).__name__} now; its patch was taken out")
-        if layer.weight.is_meta and isinstance(layer, QATLinear):
+        if layer.weight.is_meta and kind_of(layer) == "QATLinear":
             raise CheckpointError(f"{name} has a meta weight, which holds no numbers; load the weights first")
 
 
@@ -129,7 +128,7 @@ def _shared_scales(layers: dict[str, nn.Module], scales: _Scales) -> dict[str, d
     changed = {}
     for group, names in groups.items():
         inputs = [layers[name].quantization.settings.static_scale for name in names]
-        packed = [layers[name] for name in names if isinstance(layers[name], NVFP4Linear)]
+        packed = [layers[name] for name in names if kind_of(layers[name]) == "NVFP4Linear"]
         if packed:
             weights = {bytes(layer.weight_global_scale.tolist()) for layer in packed}
             if len(packed) < len(names) or len(weights) > 1 or len(set(inputs)) > 1:

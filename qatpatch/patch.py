@@ -23,7 +23,7 @@ from torch import nn
 
 from qatpatch import dispatch, guards, kernels, masks
 from qatpatch.errors import KernelUnavailable, PlanError
-from qatpatch.graphs import restore, rewrite
+from qatpatch.graphs import is_rewritten, restore, rewrite
 from qatpatch.kernels import Kernel
 from qatpatch.linear import QATLinear
 from qatpatch.linear_state import LinearState
@@ -33,7 +33,7 @@ from qatpatch.profiles import Profile
 from qatpatch.receipts import LayerReceipt, PatchReport, Refusal, refusals
 from qatpatch.reuse import input_group
 from qatpatch.switch import Switch
-from qatpatch.units import forget_bound_forward, is_graph, is_hooked, layer_at, replace_layer, unwrap
+from qatpatch.units import forget_bound_forward, is_graph, is_hooked, kind_of, layer_at, replace_layer, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -127,22 +127,25 @@ def apply(
             guards.install(model, _all(record.linears), _all(record.attentions), training=True)
         vars(model)[RECORD] = record
         dispatch.forget_cached(model)
-    except BaseException:
+        receipt = report(model)
+        for warning in plan.warnings:
+            logger.warning("apply: %s", warning)
+        logger.info(
+            "apply: %d linears, %d attentions, profile=%s scheme=%s",
+            len(plan.linears),
+            len(plan.attentions),
+            plan.profile,
+            plan.scheme,
+        )
+        return receipt
+    except BaseException:  # up to the last line: whoever is interrupted has no receipt and must find no patch
         for action in done:
             _undo(model.get_submodule(action.paths[0]))
+        if is_rewritten(model):
+            restore(model)
         guards.release(model)
+        vars(model).pop(RECORD, None)
         raise
-    receipt = report(model)
-    for warning in plan.warnings:
-        logger.warning("apply: %s", warning)
-    logger.info(
-        "apply: %d linears, %d attentions, profile=%s scheme=%s",
-        len(plan.linears),
-        len(plan.attentions),
-        plan.profile,
-        plan.scheme,
-    )
-    return receipt
 
 
 def remove(model: nn.Module) -> None:
@@ -249,7 +252,7 @@ class PassedOver:
         state = layer_state(row.op, module)
         if row.op == "linear":
             shape, bias = (module.out_features, module.in_features), module.bias is not None
-            limits = state.limits(shape, module.compute_dtype if isinstance(module, NVFP4Linear) else None, bias)
+            limits = state.limits(shape, module.compute_dtype if kind_of(module) == "NVFP4Linear" else None, bias)
         else:
             limits = {"head_dim": state.head_dim}
         key = row, stage, scheme, device, *limits.values()
@@ -330,7 +333,7 @@ def waiting_problem(model: nn.Module, record: Record) -> str | None:
 
 def is_purged(module: nn.Module | None) -> bool:
     """Whether a packed linear has lost its dense weight."""
-    return getattr(type(module), "qatpatch_kind", None) == "NVFP4Linear" and module.dense_weight is None
+    return kind_of(module) == "NVFP4Linear" and module.dense_weight is None
 
 
 def replace_module(model: nn.Module, paths: Iterable[str], new: nn.Module) -> None:
@@ -377,7 +380,7 @@ def _commit(model: nn.Module, action: Action, switch: Switch) -> None:
 
 def _undo(module: nn.Module) -> None:
     """Take the patch out of one module; nothing where there is none."""
-    if getattr(type(module), "qatpatch_kind", None) == "QATLinear":
+    if kind_of(module) == "QATLinear":
         forget_bound_forward(module)
         module.__class__ = nn.Linear
     if isinstance(module, nn.Linear):
@@ -388,7 +391,7 @@ def _undo(module: nn.Module) -> None:
 
 def _undo_everywhere(model: nn.Module, paths: tuple[str, ...]) -> None:
     module = layer_at(model, paths[0])
-    if isinstance(module, NVFP4Linear):
+    if kind_of(module) == "NVFP4Linear":
         replace_module(model, paths, _dense_again(module))
     elif module is not None:
         _undo(module)
@@ -421,7 +424,7 @@ def _layer_receipt(kind: str, module: nn.Module | None, device: torch.device) ->
             "the module is gone" if module is None else f"it is a {type(module).__name__} now; the patch was taken out"
         )
         return _dense_receipt(kind, "replaced", note), None
-    deployed = isinstance(module, NVFP4Linear) or getattr(state, "deployed", None) is not None
+    deployed = kind_of(module) == "NVFP4Linear" or getattr(state, "deployed", None) is not None
     try:
         if kind == "linear":
             mode, scheme = state.mode, "nvfp4"
@@ -452,8 +455,8 @@ def layer_state(kind: str, module: nn.Module | None) -> Any:
     if module is None:
         return None
     if kind == "linear":
-        return getattr(module, "quantization", None) if hasattr(type(module), "qatpatch_kind") else None
-    if getattr(type(module), "qatpatch_kind", None) == "QATGraphAttention":
+        return getattr(module, "quantization", None) if kind_of(module) else None
+    if kind_of(module) == "QATGraphAttention":
         return module.quantization
     return dispatch.attention_state(module) if dispatch.is_patched_attention(module) else None
 
@@ -468,7 +471,7 @@ def _note(module: nn.Module, state: LinearState, row: Kernel) -> str:
         parts.append("weight only")
     if state.settings.refine_only:
         parts.append("refine only")
-    if isinstance(module, NVFP4Linear):
+    if kind_of(module) == "NVFP4Linear":
         parts.append("dense weight kept" if module.dense_weight is not None else "dense weight purged")
     parts.append(kernels.two_roundings(row, module.bias is not None))
     return ", ".join(filter(None, parts))

@@ -21,7 +21,7 @@ from qatpatch.linear_state import BACKWARDS, INPUT_SCALES, LinearSettings
 from qatpatch.nvfp4 import GLOBAL_SCALE_RULES
 from qatpatch.profiles import Profile, Rule, find_profile, matches
 from qatpatch.receipts import Receipt, Table, counted, grouped, skip_table, warning_tables
-from qatpatch.units import Unit, is_graph, module_units, unwrap
+from qatpatch.units import Unit, is_graph, kind_of, module_units, unwrap
 
 RECORD = "_qatpatch"
 
@@ -135,7 +135,7 @@ def patched_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in model.named_modules()
-        if hasattr(type(module), "qatpatch_kind") or dispatch.is_patched_attention(module)
+        if kind_of(module) or dispatch.is_patched_attention(module)
     }
 
 
@@ -233,7 +233,7 @@ def refuse_patched(model: nn.Module) -> None:
     found = patched_modules(model)
     if record is None and not found:
         return
-    if any(getattr(type(m), "qatpatch_kind", "") == "NVFP4Linear" for m in found.values()):
+    if any(kind_of(m) == "NVFP4Linear" for m in found.values()):
         if all(getattr(m, "dense_weight", 0) is not None for m in found.values()):
             raise PlanError(
                 f"this {type(model).__name__} is deployed (packed to NVFP4) and kept its dense weights; call "

@@ -79,8 +79,8 @@ def infer_attention(
     weights = record.switch.weights
     if weights is None or memory_limit is not None:
         weights = _kept_weights(memory_limit)
-    watch_masks(model, record, states, [choice] * len(states))
     try:
+        watch_masks(model, record, states, [choice] * len(states))
         with _block(model, record, receipt, attention=choice, weights=weights):
             yield receipt
     finally:
@@ -112,13 +112,10 @@ def reuse_weights(model: nn.Module, *, memory_limit: int | None = None) -> Itera
     """
     record = patch_record(unwrap(model))
     weights = _kept_weights(memory_limit)
-    key = object()
-    try:
-        record.switch.open(key, weights=weights)
+    with contextlib.ExitStack() as closing:
+        closing.callback(weights.clear)
+        _open(record, closing, weights=weights)
         yield weights
-    finally:
-        record.switch.close(key)
-        weights.clear()
 
 
 def _kept_weights(memory_limit: int | None) -> KeptWeights:
@@ -217,15 +214,22 @@ def watch_masks(model: nn.Module, record: Record, states: list[Any], choices: li
 
 @contextlib.contextmanager
 def _block(model: nn.Module, record: Record, receipt: SwapReceipt, **axes: Any) -> Iterator[None]:
-    key = object()
-    try:
-        record.switch.open(key, **axes)
+    with contextlib.ExitStack() as closing:
+        closing.callback(dispatch.forget_cached, model)
+        _open(record, closing, **axes)
         dispatch.forget_cached(model)
         logger.info("%s", receipt.line)
         yield
-    finally:
-        record.switch.close(key)
-        dispatch.forget_cached(model)
+
+
+def _open(record: Record, closing: contextlib.ExitStack, **axes: Any) -> None:
+    """Open a block that ``closing`` closes. Twice, which is harmless: an interrupt in the first may leave it half done,
+    and the model would then stay swapped without a word.
+    """
+    key = object()
+    for _ in range(2):
+        closing.callback(record.switch.close, key)
+    record.switch.open(key, **axes)
 
 
 def _dense_receipt(swap: str, modules: tuple[str, ...], model: nn.Module, note: str) -> SwapReceipt:

@@ -157,6 +157,14 @@ def linear_problem(module: nn.Linear) -> str | None:
     return None
 
 
+def kind_of(module: nn.Module | None) -> str | None:
+    """``QATLinear``, ``NVFP4Linear`` or ``QATGraphAttention``; None for any other module.
+
+    By the marker of its class, which holds across reloads of this package, as in notebooks: ``isinstance`` does not.
+    """
+    return getattr(type(module), "qatpatch_kind", None)
+
+
 def layer_at(model: nn.Module, path: str) -> nn.Module | None:
     """The layer that was at ``path``, also where adapters wrapped it since or were unloaded; None where it is gone."""
     place = _place(model, path)

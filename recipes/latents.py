@@ -152,6 +152,8 @@ def all_clips(data: Data) -> list[Clip]:
         lines = data.manifest.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise RecipeError(f"data.manifest {data.manifest} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"data.manifest {data.manifest} is no text in UTF-8: {error}") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -171,7 +171,7 @@ def _load(cls: type, model: PretrainedModel, subfolder: str | None, **options: A
     if subfolder:
         options["subfolder"] = subfolder
     try:
-        return cls.from_pretrained(model.path, revision=model.revision, **options)
+        return cls.from_pretrained(model.path, revision=model.revision, use_safetensors=True, **options)
     except (OSError, ValueError) as error:
         raise RecipeError(
             f"{cls.__name__} cannot be loaded from {model.path!r}: {error}. model.path is a folder in diffusers' "

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from qatpatch import list_kernels
 from qatpatch.errors import PlanError, nearest
 from qatpatch.profiles import PROFILES, find_profile
+from qatpatch.profiles.rules import check_size
 
 
 class RecipeError(ValueError):
@@ -362,11 +363,12 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
     path = Path(path)
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+        check_size(data)
     except OSError as error:
         siblings = sorted(file.name for file in path.parent.glob("*.yaml"))
         hint = nearest(path.name, siblings) if siblings else ""
         raise RecipeError(f"the recipe {path} cannot be read: {error.strerror}{hint}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"the recipe {path} does not parse: {error}") from error
     if not isinstance(data, dict):
         raise RecipeError(f"the recipe {path} must hold sections, got {type(data).__name__}")

@@ -147,3 +147,24 @@ def test_troubleshooting_quotes_messages_that_exist():
     assert len(quoted) > 20
     literals = _literals()
     assert not [text for text in quoted if text not in literals]
+
+
+def _tests_in(file: str) -> set[str]:
+    """``file::name`` and ``file::Class::name`` of every test in a file of tests."""
+    tree = ast.parse((ROOT / file).read_text())
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    found = {f"{file}::{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
+    return found | {f"{file}::{c.name}::{n.name}" for c in classes for n in c.body if isinstance(n, ast.FunctionDef)}
+
+
+def test_the_page_of_faults_is_whole_and_names_tests_that_exist():
+    page = (DOCS / "faults.md").read_text()
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\| \d.*", page, re.MULTILINE)]
+    assert [int(number) for number, *_ in rows] == list(range(1, 31))
+    for number, case, outcome, before, tests in rows:
+        assert case and outcome and re.fullmatch("no|yes: .+", before), number
+        named = re.findall(r"`([^`]+)`", tests)
+        assert tests == ", ".join(f"`{name}`" for name in named) and named, number
+        for name in named:
+            assert name.rpartition("::")[2].startswith("test_"), name
+            assert name in _tests_in(name.partition("::")[0]), name

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from models import run, tiny_wan, wan_inputs
 from torch import nn
 
 import qatpatch
-from qatpatch import PlanError, Profile, Rule
+from qatpatch import PlanError, Profile, Rule, deployment
 from qatpatch.linear import QATLinear
 from qatpatch.packed_linear import NVFP4Linear
 
@@ -98,3 +100,22 @@ def test_a_failure_while_rewriting_leaves_the_graph_as_it_was(exported, monkeypa
         qatpatch.apply(graph, "wan")
     assert {n: type(m) for n, m in graph.named_modules()} == classes and not qatpatch.is_patched(graph)
     assert graph.code == code
+
+
+def test_an_interrupted_deploy_of_a_graph_lets_go_of_the_dense_weights(monkeypatch):
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 8)))
+    x = torch.randn(4, 64)
+    qatpatch.apply(graph, ANY_LINEAR)
+    out, weights = graph(x).detach(), [weakref.ref(graph.get_submodule(name).weight) for name in ("0", "2")]
+
+    def fails(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(deployment, "forget_original", fails)
+        with pytest.raises(KeyboardInterrupt):
+            qatpatch.deploy(graph)
+    assert torch.equal(graph(x), out)
+    qatpatch.deploy(graph)
+    gc.collect()
+    assert torch.equal(graph(x), out) and [weight() for weight in weights] == [None, None]

@@ -147,6 +147,14 @@ class TestForward:
             layer.weight[5] *= 100
             x[2] *= 100
         assert_one_rounding(layer(x), oracle_values(x) @ oracle_values(layer.weight).T + layer.bias.double())
+        assert torch.equal(NVFP4Linear.from_linear(layer, retain=False)(x), layer(x))
+
+    def test_narrow_view_with_a_huge_row_stride(self):
+        """Rows 2^31 elements apart: the memory between them is never touched."""
+        x = torch.empty(2**32 + 64, dtype=torch.bfloat16).as_strided((3, 60), (2**31, 1)).copy_(normal(3, 60))
+        layer = patched_linear(60, dtype=torch.bfloat16)
+        for module in (layer, NVFP4Linear.from_linear(layer, retain=False)):
+            assert torch.equal(module(x), module(x.contiguous()))
 
     @pytest.mark.parametrize("shape", [(64,), (2, 3, 64), (2, 1, 3, 64), (0, 64), (2, 0, 64)])
     def test_leading_axes(self, shape):
@@ -397,11 +405,14 @@ class TestGradients:
 
 
 class TestHonesty:
-    def test_zero_blocks_and_zero_weights_stay_finite(self):
-        one_dead_block = patched_linear()
+    @pytest.mark.parametrize(
+        "settings", [{}, {"global_scale": "amax"}, {"input_scale": "unit"}, {"activations": False}]
+    )
+    def test_zero_blocks_and_zero_weights_stay_finite(self, settings):
+        one_dead_block = patched_linear(**settings)
         with torch.no_grad():
-            one_dead_block.weight[7, 16:32] = 0
-        zero_weight = patched_linear()
+            one_dead_block.weight.mul_(0.2)[7, 16:32] = 0
+        zero_weight = patched_linear(**settings)
         with torch.no_grad():
             zero_weight.weight.zero_()
         for layer in (one_dead_block, zero_weight):
@@ -427,6 +438,17 @@ class TestHonesty:
             assert y[2].isnan().all()
             others = torch.arange(6) != 2
             torch.testing.assert_close(y[others], clean[others])
+
+    @pytest.mark.parametrize("rule", RULES)
+    def test_tiny_and_huge_input_is_not_lost(self, rule):
+        """Inputs of 1e-36 keep the format's error of about 13 %, and one of 1e30 is no infinity."""
+        layer, x = patched_linear(bias=False, global_scale=rule), normal(6, 64) * 1e-36
+        huge = normal(6, 64)
+        huge[2, 40] = 1e30
+        for module in (layer, NVFP4Linear.from_linear(layer, retain=False)):
+            exact = x.double() @ layer.weight.double().T
+            assert rms(module(x).double() - exact) < 0.2 * rms(exact)
+            assert module(huge).isfinite().all() and module(huge)[2].abs().max() > 1e28
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_non_finite_weight_gives_nan_in_its_column_alone(self, value):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 from models import ltx2_inputs, run, tiny_ltx2, tiny_wan, wan_inputs
@@ -276,6 +277,49 @@ def test_optimizer_made_before_apply_still_trains():
     assert not torch.equal(model.up.weight, weight)
 
 
+@pytest.mark.parametrize("moment", ["before prepare", "after prepare"])
+def test_an_optimizer_made_before_apply_trains_under_accelerate(moment):
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = tiny_wan(layers=1)
+    data = wan_inputs(model, frames=1, height=4, width=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = {name: id(p) for name, p in model.named_parameters()}
+    if moment == "before prepare":
+        qatpatch.apply(model)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    if moment == "after prepare":
+        qatpatch.apply(prepared)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    accelerator.backward(prepared(**data)[0].square().mean())
+    optimizer.step()
+    assert {name: id(p) for name, p in accelerator.unwrap_model(prepared).named_parameters()} == before
+    linears = qatpatch.report(prepared).linears
+    assert len(linears) == 10
+    assert all(not torch.equal(weights[f"{name}.weight"], model.get_submodule(name).weight) for name in linears)
+
+
+@pytest.mark.parametrize("materialise", ["assign", "to_empty"])
+def test_a_model_on_meta_is_patched_by_its_shapes_and_loaded_later(materialise):
+    loaded = tiny_wan(layers=1, seed=3)
+    state, data = loaded.state_dict(), wan_inputs(loaded, frames=1)
+    qatpatch.apply(loaded)
+    out = run(loaded, data)
+    with torch.device("meta"):
+        model = tiny_wan(layers=1)
+    assert qatpatch.apply(model).linears == qatpatch.report(loaded).linears
+    with pytest.raises(PlanError, match="meta weight"):
+        qatpatch.deploy(model)
+    if materialise == "to_empty":
+        model.to_empty(device="cpu")
+    model.load_state_dict(state, assign=materialise == "assign")
+    model.rope = tiny_wan(layers=1).rope  # its buffers are computed, and in no state dict
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    assert torch.equal(run(model, data), out)
+    qatpatch.deploy(model)
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    assert torch.equal(run(model, data), out)
+
+
 def test_adapters_before_and_after_apply_give_the_same_patch():
     from peft import LoraConfig
 
@@ -302,18 +346,47 @@ def test_adapters_before_and_after_apply_give_the_same_patch():
 
 
 def test_other_models_in_the_process_do_not_change():
-    vae, text = nn.MultiheadAttention(1024, 2, batch_first=True).eval(), MLP()
-    other = tiny_wan(seed=3)
-    x, t, data = torch.randn(1, 9, 1024), torch.randn(2, 64), wan_inputs(other)
-    functions = (nn.functional.linear, nn.functional.scaled_dot_product_attention, nn.Linear.forward)
-    before = (vae(x, x, x)[0], text(t), run(other, data))
-    model = tiny_wan()
+    """A VAE with one head of 512 in its attentions, a text encoder, and a second transformer of the same class."""
+    from diffusers import AutoencoderKL
+    from diffusers.models import attention_dispatch, attention_processor
+    from diffusers.models.transformers import transformer_wan
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    blocks = dict(down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",))
+    vae = AutoencoderKL(block_out_channels=(512,), layers_per_block=1, **blocks).eval()
+    sizes = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=50)
+    text, other = BertModel(BertConfig(**sizes)).eval(), tiny_wan(layers=1, seed=3)
+    pixels, tokens, data = torch.randn(1, 3, 8, 8), torch.arange(9)[None], wan_inputs(other, frames=1)
+    watched = (nn, nn.functional, nn.Linear, nn.Module, torch, attention_dispatch, attention_processor, transformer_wan)
+
+    def outputs():
+        with torch.no_grad():
+            return vae(pixels).sample, text(tokens).last_hidden_state, run(other, data)
+
+    def functions():
+        return [
+            {k: id(v) for k, v in vars(place).items() if callable(v) and not k.startswith("__")} for place in watched
+        ]
+
+    attention = vae.encoder.mid_block.attentions[0]
+    assert (attention.heads, attention.to_q.out_features) == (1, 512)
+    before, found = outputs(), functions()
+    model = tiny_wan(layers=1)
+
+    def same():
+        return functions() == found and all(map(torch.equal, outputs(), before))
+
     qatpatch.apply(model)
-    with qatpatch.infer_attention(model):
-        run(model, data)
-        assert torch.equal(vae(x, x, x)[0], before[0]) and torch.equal(text(t), before[1])
-        assert torch.equal(run(other, data), before[2])
-    assert functions == (nn.functional.linear, nn.functional.scaled_dot_product_attention, nn.Linear.forward)
+    run(model, data)
+    assert same()
+    for block in (qatpatch.infer_attention, qatpatch.dense):
+        with block(model):
+            run(model, data)
+            assert same()
+    qatpatch.deploy(model)
+    run(model, data)
+    assert same()
 
 
 def test_set_attention_backend_cannot_take_the_patch_out():

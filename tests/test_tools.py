@@ -4,6 +4,7 @@ docs/diffusers.md says, whether it comes before apply, after apply or after depl
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import re
 import tempfile
@@ -505,6 +506,47 @@ def test_deploy_names_an_average_that_no_longer_fits(name, caplog):
     model = MODELS[name][0](layers=1)
     qatpatch.apply(model)
     assert qatpatch.deploy(model).notes == () and len(other.shadow_params) == 2
+
+
+def averaged(*, patched, moment="before apply"):
+    """Four steps of fixed updates, the average's state loaded into a new one half-way; the model and its average."""
+    model = tiny_wan(layers=1)
+    ema = EMAModel(model.parameters(), decay=0.9) if moment == "before apply" else None
+    if patched:
+        qatpatch.apply(model)
+    ema = ema or EMAModel(model.parameters(), decay=0.9)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(4):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.01)
+        ema.step(model.parameters())
+        if number == 1:
+            state = copy.deepcopy(ema.state_dict())
+            ema = EMAModel(model.parameters(), decay=0.1)
+            ema.load_state_dict(state)
+    return model, ema
+
+
+@pytest.mark.parametrize("moment", ["before apply", "after apply"])
+def test_averages_equal_those_of_an_unpatched_model_and_swap_with_the_attention(moment):
+    _, plain = averaged(patched=False)
+    model, ema = averaged(patched=True, moment=moment)
+    assert len(ema.shadow_params) == len(plain.shadow_params)
+    assert all(map(torch.equal, ema.shadow_params, plain.shadow_params))
+    data = wan_inputs(model, frames=1)
+    out, names = run(model, data), [name for name, _ in model.named_parameters()]
+    results = []
+    for around in (True, False):  # the averaged weights go in around the block, or inside it
+        with contextlib.nullcontext() if around else qatpatch.infer_attention(model):
+            ema.store(model.parameters())
+            ema.copy_to(model.parameters())
+            with qatpatch.infer_attention(model) if around else contextlib.nullcontext():
+                results.append(run(model, data))
+            ema.restore(model.parameters())
+        assert torch.equal(run(model, data), out)
+    assert torch.equal(*results) and not torch.equal(results[0], out)
+    assert [name for name, _ in model.named_parameters()] == names
 
 
 @pytest.mark.parametrize("change", [qatpatch.remove, qatpatch.deploy])

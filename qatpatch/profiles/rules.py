@@ -125,9 +125,11 @@ def load_profile(path: str | Path) -> Profile:
     except OSError as error:
         hint = "" if path.suffix else f"; a shipped profile is asked for by its name alone, profile={path.name!r}"
         raise PlanError(f"the profile file {path} cannot be read: {error.strerror or error}{hint}") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"the profile file {path} is no text in UTF-8: {error}") from error
     try:
         data = tomllib.loads(text) if path.suffix == ".toml" else _parse_yaml(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"the profile file {path} does not parse: {error}") from error
     if not isinstance(data, dict):
         raise PlanError(f"the profile file {path} must hold the fields of a profile, got {type(data).__name__}")
@@ -152,15 +154,35 @@ def profile_from_dict(data: dict[str, Any]) -> Profile:
     return profile
 
 
+def check_size(data: Any, limit: int = 100_000) -> None:
+    """Refuse parsed YAML whose aliases make a few lines into more than any memory holds, before anything prints it.
+
+    Raises:
+        ValueError: it has more than ``limit`` values, each alias counted where it stands.
+    """
+    waiting, count = [data], 0
+    while waiting:
+        value = waiting.pop()
+        count += 1
+        if count > limit:
+            raise ValueError(f"it holds more than {limit} values; write out what its aliases repeat, and less of it")
+        if isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+
+
 def _parse_yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError as error:
         raise PlanError("a YAML profile needs PyYAML (pip install 'qatpatch[train]'); TOML works without") from error
     try:
-        return yaml.safe_load(text)
+        data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
+    check_size(data)
+    return data
 
 
 def _list(data: dict[str, Any], key: str) -> list[Any]:

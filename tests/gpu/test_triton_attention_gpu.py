@@ -10,6 +10,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+import qatpatch.attention as ops
 from qatpatch.kernels import reference_attention as reference
 from qatpatch.kernels import triton_attention as kernels
 from qatpatch.kernels import triton_attention_dense as dense
@@ -234,6 +235,20 @@ def test_past_two_to_the_31_elements():
     row, storage = 1 << 23, torch.empty(300 << 23, device="cuda", dtype=BF16)
     wide = [storage.as_strided(x.shape, (0, row, 128, 1), i << 12).copy_(x) for i, x in enumerate((q, k, v, d_out))]
     same_bits(run(kernels, wide), run(kernels, [q, k, v, d_out]))
+
+
+@pytest.mark.parametrize("scheme", ["sage3", "fa4"])
+def test_opcheck(scheme):
+    """Batch 2, lengths that are no multiple of a tile, and operands that are not contiguous."""
+    q = torch.randn(2, 3, 150, 64, device="cuda", dtype=BF16).transpose(1, 2)
+    k = torch.randn(2, 201, 6, 64, device="cuda", dtype=BF16)[:, :, ::2]
+    v = torch.randn(2, 201, 3, 72, device="cuda", dtype=BF16)[..., 3:67]
+    for mask in (None, torch.rand(2, 1, 1, 201, device="cuda") < 0.6):
+        arguments = (q, k, v, mask, 0.125, scheme, "triton_attention")
+        torch.library.opcheck(ops.attention_forward, (*arguments, False))
+        _, *saved = ops.attention_forward(*arguments, True)
+        saved = (torch.randn_like(q), q, k, v, *saved, mask, 0.125, scheme, "triton_attention")
+        torch.library.opcheck(ops.attention_backward, saved, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_runs_on_the_current_stream_and_device():

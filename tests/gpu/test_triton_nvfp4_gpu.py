@@ -307,8 +307,10 @@ def test_every_element_is_written():
         _same(kernels.operand(x)[0], wanted)
 
 
-def test_more_than_2_to_the_31_elements():
-    columns, rows = 4096, 2**31 // 4096 + 3
+@pytest.mark.parametrize("more", [-1, 0, 3])
+def test_about_2_to_the_31_elements(more):
+    """Just below, at and above."""
+    columns, rows = 4096, 2**31 // 4096 + more
     x = torch.randn(64, columns, device=DEVICE, dtype=BF16).repeat(rows // 64 + 1, 1)[:rows]
     x[-5:] = torch.randn(5, columns, device=DEVICE, dtype=BF16)
     x[-1, -1] = 100.0  # the amax is the last element
