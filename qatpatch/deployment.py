@@ -50,6 +50,12 @@ _AVERAGED = (
     "and copy_to would pair the wrong ones and fail half-way; use copy_to before deploy, then drop it"
 )
 
+_OPTIMIZER = "the optimizer"
+_OPTIMIZED = (
+    "an optimizer still holds dense weights that the model no longer uses: training on with it would change nothing in "
+    "the packed layers, and its memory stays taken; drop it, and build a new one for what is left to train"
+)
+
 
 @torch.no_grad()
 def deploy(
@@ -125,10 +131,11 @@ def deploy(
     watch_masks(model, record, [state for state, _ in attention], [choice for _, choice in attention])
     record.deployed = True  # last: what was interrupted before can be taken up again
     report = _receipt(model, record, before, allocated, devices, watched, tuple(retained))
-    if averaged:
-        logger.warning("deploy: %s", _AVERAGED)
-        report = dataclasses.replace(report, notes=(*report.notes, _AVERAGED))
-    return report
+    optimized = any(holder.startswith(_OPTIMIZER) for holder in report.held.values())
+    notes = (_AVERAGED,) * averaged + (_OPTIMIZED,) * optimized
+    for note in notes:
+        logger.warning("deploy: %s", note)
+    return dataclasses.replace(report, notes=(*report.notes, *notes))
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -242,7 +249,8 @@ def _receipt(
     own = {id(parameter) for parameter in model.parameters()}
     shared = {name for name, w in alive.items() if id(w.parameter()) in own}
     # What another layer of the model still uses is part of "after" already.
-    freed = before - after - sum(w.nbytes for name, w in alive.items() if name not in shared)
+    held = sum(w.nbytes for name, w in alive.items() if name not in shared)
+    freed = before - after - held
     if allocated is not None:
         freed = allocated - _allocated(devices)
     rows, passed_over, notes = {}, PassedOver(), Counter()
@@ -269,6 +277,7 @@ def _receipt(
         bytes_before=before,
         bytes_after=after,
         bytes_freed=freed,
+        bytes_held=held,
         held=_holders(alive, shared),
         notes=tuple(f"{kernel}, in {count} layers: {note}" for (kernel, note), count in notes.items() if note),
     )
@@ -301,9 +310,16 @@ def _holders(alive: dict[str, _Watched], shared: set[str]) -> dict[str, str]:
         if name in shared:
             held[name] = "another layer of the model, which shares it"
             continue
-        owners = [f"the optimizer {type(o).__name__}" for o in optimizers if _contains(_optimized(o), parameter)]
-        held[name] = ", ".join(owners) or _referrers(parameter)
+        owners = [_optimizer_name(o) for o in optimizers if _contains(_optimized(o), parameter)]
+        held[name] = ", ".join(sorted(owners, reverse=True)) or _referrers(parameter)
     return held
+
+
+def _optimizer_name(optimizer: torch.optim.Optimizer) -> str:
+    name = type(optimizer).__name__
+    if name == "AcceleratedOptimizer":  # around the real one, which is found too
+        return "accelerate (accelerator.free_memory() lets go)"
+    return f"{_OPTIMIZER} {name}"
 
 
 def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -179,6 +179,8 @@ class DeployReport(Receipt):
         kernels: name -> `Kernel` row.
         bytes_before, bytes_after: storage of the model's parameters and buffers.
         bytes_freed: what the device got back: as the allocator reports it on CUDA, else of storages that are gone.
+        bytes_held: of dense weights that left the model and are still in memory; on a CPU "before" is the sum of
+            "after", "freed" and this.
         held: name of a dense weight that is still in memory -> who holds it.
         notes: what kernels that were asked for by name do otherwise than they should, and who else relied on the dense
             weights.
@@ -194,6 +196,7 @@ class DeployReport(Receipt):
     bytes_after: int
     bytes_freed: int
     held: dict[str, str]
+    bytes_held: int = 0
     notes: tuple[str, ...] = ()
     architecture: str = ""
     refused: tuple[Refusal, ...] = ()
@@ -212,6 +215,7 @@ class DeployReport(Receipt):
                     ("before", self.bytes_before),
                     ("after", self.bytes_after),
                     ("freed", self.bytes_freed),
+                    *([("held by others", self.bytes_held)] if self.bytes_held else []),
                 )
             ),
         ]

@@ -6,6 +6,7 @@ import functools
 import gc
 import weakref
 
+import accelerate
 import pytest
 import torch
 from models import ltx2_inputs, run, tiny_ltx2, tiny_wan, wan_inputs
@@ -246,8 +247,34 @@ def test_the_receipt_names_who_still_holds_a_weight(holder):
     word = {"optimizer": "the optimizer AdamW", "graph": "open autograd graph", "list": "list"}[holder]
     assert all(word in reason for reason in report.held.values()), report.held
     assert report.bytes_freed == report.bytes_before - report.bytes_after - 2 * 64 * 64 * 4
+    assert report.bytes_held == 2 * 64 * 64 * 4 and "held by others" in str(report) and "32,768" in str(report)
+    said = "an optimizer still holds dense weights that the model no longer uses"
+    assert any(said in note for note in report.notes) == (holder == "optimizer") == (said in str(report))
     del held
     gc.collect()
+
+
+def test_what_accelerate_keeps_is_named_and_its_advice_frees_it(caplog):
+    accelerator = accelerate.Accelerator(cpu=True)
+
+    def deployed(before_deploy):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        qatpatch.apply(model, ANY_LINEAR)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.backward(model(torch.randn(3, 64)).square().mean())
+        optimizer.step()
+        del optimizer
+        before_deploy()
+        return qatpatch.deploy(model)
+
+    report = deployed(lambda: None)
+    holder = "the optimizer AdamW, accelerate (accelerator.free_memory() lets go)"
+    assert set(report.held.values()) == {holder} and report.bytes_held == 2 * 64 * 64 * 4
+    assert holder in caplog.text and "build a new one for what is left to train" in caplog.text
+    report = deployed(accelerator.free_memory)
+    assert report.held == {} and report.notes == () and report.bytes_held == 0 and "held by" not in str(report)
+    assert report.bytes_before == report.bytes_after + report.bytes_freed
 
 
 def test_the_peak_is_the_model_plus_one_layer(monkeypatch):
