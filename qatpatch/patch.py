@@ -87,8 +87,8 @@ def apply(
 ) -> PatchReport:
     """Patch ``model`` in place for NVFP4 quantization-aware training: all or nothing, undone by `remove`.
 
-    Arguments and errors are those of `build_plan`. Works before or after an optimizer, EMA, peft adapters,
-    ``fully_shard`` and ``torch.compile``; before offload and layerwise-casting hooks.
+    Arguments and errors are those of `build_plan`, which explains each. Works before or after an optimizer, EMA, peft
+    adapters, ``fully_shard`` and ``torch.compile``; before offload and layerwise-casting hooks.
 
     Returns:
         The receipt, a `PatchReport`.

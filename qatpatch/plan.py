@@ -169,8 +169,10 @@ def build_plan(
         input_scale: ``"dynamic"``, ``"unit"`` or ``"static"`` (needs `calibrate`).
         global_scale: ``"pow2"`` or ``"amax"``.
         backward: ``"high_precision"`` or ``"quantized"``.
-        strict: False turns layers that cannot be patched, rules that match nothing and counts that do not hold from
-            errors into skips and warnings.
+        strict: True makes an error of a layer that is wanted and cannot be patched (its forward is hooked, it is
+            quantized already, no kernel serves it), of an action rule or ``include`` that matches nothing, and of a
+            profile's count that does not hold. False skips such layers, with the reason, and warns of the rest, so that
+            the model may train with fewer quantized layers than was asked for.
 
     Returns:
         A `Plan`: print it, or show it in a notebook.
