@@ -214,7 +214,10 @@ class DeployReport(Receipt):
                 for label, value in (
                     ("before", self.bytes_before),
                     ("after", self.bytes_after),
-                    ("freed", self.bytes_freed),
+                    (
+                        "freed" if self.bytes_freed >= 0 else "freed (below 0: packed came, dense stayed)",
+                        self.bytes_freed,
+                    ),
                     *([("held by others", self.bytes_held)] if self.bytes_held else []),
                 )
             ),

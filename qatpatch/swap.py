@@ -53,8 +53,8 @@ def infer_attention(
     record = patch_record(model)
     if not record.attentions:
         cause = (
-            f"it was read from a file of another tool ({record.profile}), which keeps no attention: it is dense here; "
-            "qatpatch.save keeps it"
+            f"it was read from a file of another tool ({record.profile}), which keeps no attention: it is dense here. "
+            "Files of qatpatch.save keep it"
             if record.is_foreign
             else "patched with attention=False, or a profile without attention"
         )
@@ -108,7 +108,7 @@ def reuse_weights(model: nn.Module, *, memory_limit: int | None = None) -> Itera
 
     Raises:
         PlanError: the model is not patched.
-        ValueError: a negative limit.
+        ValueError: a limit that is negative, or a share instead of bytes.
     """
     record = patch_record(unwrap(model))
     weights = _kept_weights(memory_limit)
@@ -119,7 +119,7 @@ def reuse_weights(model: nn.Module, *, memory_limit: int | None = None) -> Itera
 
 
 def _kept_weights(memory_limit: int | None) -> KeptWeights:
-    if memory_limit is not None and memory_limit < 0:
+    if memory_limit is not None and (memory_limit < 0 or 0 < memory_limit < 1):
         raise ValueError(f"memory_limit is a number of bytes, 0 to keep nothing; got {memory_limit}")
     return KeptWeights(memory_limit)
 

@@ -248,6 +248,7 @@ def test_the_receipt_names_who_still_holds_a_weight(holder):
     assert all(word in reason for reason in report.held.values()), report.held
     assert report.bytes_freed == report.bytes_before - report.bytes_after - 2 * 64 * 64 * 4
     assert report.bytes_held == 2 * 64 * 64 * 4 and "held by others" in str(report) and "32,768" in str(report)
+    assert report.bytes_freed < 0 and "below 0: packed came, dense stayed" in str(report)
     said = "an optimizer still holds dense weights that the model no longer uses"
     assert any(said in note for note in report.notes) == (holder == "optimizer") == (said in str(report))
     del held
