@@ -52,8 +52,8 @@ _AVERAGED = (
 
 _OPTIMIZER = "the optimizer"
 _OPTIMIZED = (
-    "an optimizer still holds dense weights that the model no longer uses: training on with it would change nothing in "
-    "the packed layers, and its memory stays taken; drop it, and build a new one for what is left to train"
+    "an optimizer still holds the dense weights of packed layers: training on with it would change nothing in these "
+    "layers, and its memory stays taken; drop it, and build a new one for what is left to train"
 )
 
 
@@ -131,7 +131,8 @@ def deploy(
     watch_masks(model, record, [state for state, _ in attention], [choice for _, choice in attention])
     record.deployed = True  # last: what was interrupted before can be taken up again
     report = _receipt(model, record, before, allocated, devices, watched, tuple(retained))
-    optimized = any(holder.startswith(_OPTIMIZER) for holder in report.held.values())
+    kept = [layer_at(model, record.linears[name][0]).dense_weight for name in retained]
+    optimized = any(holder.startswith(_OPTIMIZER) for holder in report.held.values()) or _is_optimized(kept)
     notes = (_AVERAGED,) * averaged + (_OPTIMIZED,) * optimized
     for note in notes:
         logger.warning("deploy: %s", note)
@@ -300,7 +301,7 @@ def _holders(alive: dict[str, _Watched], shared: set[str]) -> dict[str, str]:
     """Who keeps each surviving weight: optimizers by class, else the types of the objects that refer to it."""
     if not alive:
         return {}
-    optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+    optimizers = _optimizers()
     held = {}
     for name, watched in alive.items():
         parameter = watched.parameter()
@@ -313,6 +314,16 @@ def _holders(alive: dict[str, _Watched], shared: set[str]) -> dict[str, str]:
         owners = [_optimizer_name(o) for o in optimizers if _contains(_optimized(o), parameter)]
         held[name] = ", ".join(sorted(owners, reverse=True)) or _referrers(parameter)
     return held
+
+
+def _optimizers() -> list[torch.optim.Optimizer]:
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+
+
+def _is_optimized(weights: list[nn.Parameter]) -> bool:
+    """Whether an optimizer is alive that has one of these weights."""
+    wanted = {id(weight) for weight in weights}
+    return bool(wanted) and any(id(p) in wanted for o in _optimizers() for p in _optimized(o))
 
 
 def _optimizer_name(optimizer: torch.optim.Optimizer) -> str:

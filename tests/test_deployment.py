@@ -249,10 +249,30 @@ def test_the_receipt_names_who_still_holds_a_weight(holder):
     assert report.bytes_freed == report.bytes_before - report.bytes_after - 2 * 64 * 64 * 4
     assert report.bytes_held == 2 * 64 * 64 * 4 and "held by others" in str(report) and "32,768" in str(report)
     assert report.bytes_freed < 0 and "below 0: packed came, dense stayed" in str(report)
-    said = "an optimizer still holds dense weights that the model no longer uses"
+    said = "an optimizer still holds the dense weights of packed layers"
     assert any(said in note for note in report.notes) == (holder == "optimizer") == (said in str(report))
     del held
     gc.collect()
+
+
+def test_an_optimizer_of_retained_weights_trains_nothing_and_that_is_said():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    x = torch.randn(3, 64)
+    qatpatch.apply(model, ANY_LINEAR)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    biases_alone = torch.optim.AdamW([model[0].bias, model[1].bias])
+    said = "training on with it would change nothing in these layers"
+    report = qatpatch.deploy(model, retain_original_weights=True)
+    assert report.held == {} and any(said in note for note in report.notes)
+    packed = [layer.weight_packed.clone() for layer in model]
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert all(torch.equal(layer.weight_packed, before) for layer, before in zip(model, packed, strict=True))
+    del optimizer
+    qatpatch.remove(model)
+    qatpatch.apply(model, ANY_LINEAR)
+    report = qatpatch.deploy(model, retain_original_weights=True)
+    assert biases_alone and not any(said in note for note in report.notes)
 
 
 def test_what_accelerate_keeps_is_named_and_its_advice_frees_it(caplog):
