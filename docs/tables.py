@@ -10,7 +10,11 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
+import typer
+
+from qatpatch.cli import app
 from qatpatch.kernels.requirements import Requirement, architecture
 from qatpatch.kernels.table import TABLE, Kernel
 
@@ -60,7 +64,29 @@ def _layers(row: Kernel) -> Iterable[str]:
         yield "no mask"
 
 
-TABLES: dict[str, Callable[[], str]] = {"kernels": kernels}
+def commands() -> str:
+    """The arguments and options of every command."""
+    parts = []
+    for name, command in typer.main.get_command(app).commands.items():
+        rows = "".join(f"| {' | '.join(_parameter_cells(parameter))} |\n" for parameter in command.params)
+        first = command.help.partition("\n\n")[0].replace("\n", " ")
+        parts.append(f"### {name}\n\n{first}\n\n| argument or option | what it says |\n| --- | --- |\n{rows}")
+    return "\n".join(parts)
+
+
+def _parameter_cells(parameter: Any) -> Iterable[str]:
+    if parameter.param_type_name == "argument":
+        yield f"`{parameter.name.upper()}`"
+        yield parameter.help
+        return
+    value = "" if parameter.is_flag else f" {parameter.name.upper()}"
+    yield f"`{parameter.opts[0]}{value}`"
+    required = " Required." if parameter.required else ""
+    default = f" Default: `{parameter.default}`." if isinstance(parameter.default, str) else ""
+    yield f"{parameter.help}{required}{default}"
+
+
+TABLES: dict[str, Callable[[], str]] = {"kernels": kernels, "commands": commands}
 
 
 def with_tables(text: str) -> str:

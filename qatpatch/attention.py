@@ -204,10 +204,10 @@ def _kernel_name(stage: str, scheme: str, q: torch.Tensor, asked: str | None, ma
     """The kernel row for a call: the one asked for where it computes the scheme, else the first usable one."""
     if asked is None:
         return kernels.resolved_name("attention", stage, scheme, str(q.device), head_dim=q.shape[-1], masked=masked)
-    row = kernels.kernel_named(asked)
-    if row.op != "attention" or scheme not in row.schemes:
+    row = kernels.kernel_named(asked, "attention")
+    if scheme not in row.schemes:
         raise KernelUnavailable(
-            f"kernel={asked!r} was asked to compute attention with scheme {scheme}, and it computes {row.op} with "
+            f"kernel={asked!r} was asked to compute attention with scheme {scheme}, and it computes "
             f"{' and '.join(row.schemes)}; leave kernel out, or see qatpatch.list_kernels()"
         )
     if masked and not row.honours_masks:

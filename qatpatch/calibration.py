@@ -30,7 +30,7 @@ from qatpatch.errors import PlanError
 from qatpatch.linear import QATLinear
 from qatpatch.linear_state import LinearState
 from qatpatch.patch import patch_record
-from qatpatch.receipts import Receipt, Table, grouped, warning_tables
+from qatpatch.receipts import Receipt, Table, counted, grouped, warning_tables
 from qatpatch.units import kind_of, layer_at, unwrap
 
 logger = logging.getLogger("qatpatch")
@@ -76,7 +76,7 @@ class CalibrationReport(Receipt):
     ranks: int = 1
 
     def _tables(self) -> list[Table]:
-        title = f"calibrated {len(self.layers)} linears at percentile {self.percentile:g}"
+        title = f"calibrated {counted(len(self.layers), 'linear')} at percentile {self.percentile:g}"
         title += f", over {self.ranks} ranks" if self.ranks > 1 else ""
         header = ("modules", "count", "amax", "clipped at", "scale", "calls")
         rows = []
@@ -143,7 +143,8 @@ def calibrate(model: nn.Module, *, percentile: float = 100.0, across_ranks: bool
 
     Args:
         model: a model patched with ``input_scale="static"``, or a wrapper of one.
-        percentile: above 0, up to 100 (the maximum), of the magnitudes of single elements; see the module's docstring.
+        percentile: in percent, above 1, up to 100 (the maximum), of the magnitudes of single elements; see the
+            module's docstring.
         across_ranks: where ``torch.distributed`` is initialised, take all ranks' activations together, so that all get
             the same scales; then every rank must enter and leave the block. False: this rank's own.
 
@@ -159,6 +160,11 @@ def calibrate(model: nn.Module, *, percentile: float = 100.0, across_ranks: bool
     """
     if not isinstance(percentile, int | float) or not 0 < percentile <= 100:
         raise ValueError(f"percentile is above 0 and at most 100 (the maximum), got {percentile!r}")
+    if percentile <= 1:
+        raise ValueError(
+            f"percentile is in percent, and {percentile:g} would clip nearly everything; a share of {percentile:g} is "
+            f"percentile={100 * percentile:g}"
+        )
     model = unwrap(model)
     layers = _calibratable(model)
     observers = {name: _Observer(histogram=percentile < 100) for name in layers}

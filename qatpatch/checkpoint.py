@@ -19,7 +19,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -43,12 +43,14 @@ from qatpatch.description import (
     writable,
 )
 from qatpatch.errors import CheckpointError, PlanError
+from qatpatch.formats import dense_model, packed_names
 from qatpatch.linear_state import COMPUTE_DTYPES
-from qatpatch.patch import patch_record
+from qatpatch.misnamed import misnamed
+from qatpatch.patch import is_patched, patch_record
 from qatpatch.plan import RECORD
 from qatpatch.stored_models import PackedModel, read_foreign
 from qatpatch.tensor_files import Spec, TensorFile, read_json_file, replace_file, write_tensors
-from qatpatch.units import is_graph, unwrap
+from qatpatch.units import is_graph, module_units, unwrap
 
 logger = logging.getLogger("qatpatch")
 
@@ -70,10 +72,13 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         model = unwrap(model)
         record = patch_record(model)
     except PlanError as error:
-        raise CheckpointError(
-            f"save writes deployed models: {error}. Then call qatpatch.deploy(model); for a model that is still "
-            "training, qatpatch.export writes formats of other tools"
-        ) from error
+        hint = ""
+        if isinstance(model, nn.Module) and not is_patched(model):
+            hint = (
+                ", train, then qatpatch.deploy(model). A dense model is saved by its own save_pretrained; "
+                "qatpatch.export writes formats of other tools, also while training"
+            )
+        raise CheckpointError(f"save writes deployed models: {error}{hint}") from error
     if not record.deployed:
         raise CheckpointError(
             f"this {type(model).__name__} is patched but not deployed, so it has no packed weights to save; call "
@@ -188,8 +193,8 @@ def open_stored(
     """A file of any format that is read, and the unpatched model that it is for: ``model``, or for a file of another
     tool one with its parameters on meta; None for our own, which says all about itself.
     """
-    files = _shards(file)
-    opened = [TensorFile(shard) for shard in files]
+    opened = opened_files(file)
+    files = [shard.path for shard in opened]
     if HEADER_KEY in opened[0].metadata:
         description = same_description([parse(shard.metadata, shard.path) for shard in opened], files)
         if len(files) > 1 or file.name == WEIGHTS_NAME:
@@ -199,7 +204,7 @@ def open_stored(
         stored = PackedModel(description=description, specs=specs, tensor=lambda name: holder[name].tensor(name))
         return stored, None if model is None else _given_skeleton(model, description)
     if len(files) > 1:
-        raise CheckpointError(f"{file.parent} holds shards of another tool, which are not read; merge them to one file")
+        refuse_shards(opened)
     config = read_json_file(file.parent / CONFIG_NAME) if (file.parent / CONFIG_NAME).is_file() else None
     config = config if isinstance(config, dict) else None
     if config is not None and is_ours(config) and file.name == WEIGHTS_NAME:
@@ -207,8 +212,39 @@ def open_stored(
     skeleton = skeleton_for(file, config, model)
     wanted = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
     stored = read_foreign(opened[0], config, type(skeleton).__name__, wanted)
-    stored.description.update(config=plain_config(skeleton), computed_buffers=computed_buffers(skeleton))
+    stored.description.update(
+        config=plain_config(skeleton),
+        computed_buffers=computed_buffers(skeleton),
+        skipped=_left_dense(skeleton, stored.description),
+    )
     return stored, skeleton
+
+
+def _left_dense(skeleton: nn.Module, description: dict[str, Any]) -> dict[str, str]:
+    """What a file of another tool leaves dense, with the reason, as a plan has it."""
+    reasons = {
+        "linear": f"The file, of format {description['profile']}, holds it dense.",
+        "attention": f"A file of format {description['profile']} keeps no attention, so it is dense.",
+    }
+    units = (unit for unit in module_units(skeleton) if unit.name not in description["linears"])
+    return {unit.name: reasons[unit.kind] for unit in units}
+
+
+def opened_files(file: Path) -> list[TensorFile]:
+    """The file, or all shards of the index beside it.
+
+    Raises:
+        CheckpointError: there is neither; the message says what is there.
+    """
+    return [TensorFile(shard) for shard in _shards(file)]
+
+
+def refuse_shards(opened: list[TensorFile]) -> NoReturn:
+    """Raise for several files that are not ours."""
+    directory = opened[0].path.parent
+    if not any(packed_names(shard.specs) for shard in opened):
+        raise CheckpointError(dense_model(directory))
+    raise CheckpointError(f"{directory} holds shards of another tool, which are not read; merge them to one file")
 
 
 def _shards(file: Path) -> list[Path]:
@@ -221,11 +257,7 @@ def _shards(file: Path) -> list[Path]:
         )
     if file.is_file() or not index.is_file():
         if not file.is_file():
-            missing = file if file.parent.is_dir() else file.parent
-            raise CheckpointError(
-                f"there is no {missing}; a directory that qatpatch.save or save_pretrained wrote is read, and files of "
-                "modelopt, comfy and compressed-tensors"
-            )
+            raise CheckpointError(misnamed(file.parent if file.name == WEIGHTS_NAME else file, WEIGHTS_NAME))
         return [file]
     try:
         names = sorted(set(read_json_file(index)["weight_map"].values()))
@@ -249,7 +281,7 @@ def skeleton_for(
     if isinstance(model, nn.Module):
         return _given_skeleton(model, None)
     if model is not None:
-        directory = _path(model)
+        directory = _path(model, "model")
         config = read_json_file(directory / CONFIG_NAME if directory.is_dir() else directory)
     if not isinstance(config, dict) or not isinstance(config.get("_class_name"), str):
         raise CheckpointError(
@@ -277,10 +309,13 @@ def _config_json(description: dict[str, Any]) -> str:
     return json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n"
 
 
-def _path(path: str | os.PathLike[str]) -> Path:
-    if not isinstance(path, str | os.PathLike) or not str(path):
-        raise CheckpointError(f"path is the directory of a model, got {path!r}")
-    return Path(path)
+def _path(path: str | os.PathLike[str], argument: str = "path") -> Path:
+    if isinstance(path, str | os.PathLike) and str(path):
+        return Path(path)
+    given = repr(path) if path is None or isinstance(path, str) else f"a {type(path).__name__}"
+    given = f"the class {path.__name__}" if isinstance(path, type) else given
+    hint = "; the other choice is an unpatched instance, such as Class.from_config gives" if argument == "model" else ""
+    raise CheckpointError(f"{argument} is the directory of a model, got {given}{hint}")
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -345,7 +380,7 @@ def _skeleton(description: dict[str, Any]) -> nn.Module:
 
 def _given_skeleton(model: nn.Module | str | os.PathLike[str], description: dict[str, Any] | None) -> nn.Module:
     if not isinstance(model, nn.Module):
-        directory = _path(model)
+        directory = _path(model, "model")
         model = skeleton_for(directory, None, directory)
     model = unwrap(model)
     if description is not None and type(model).__name__ != description["class"]:

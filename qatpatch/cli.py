@@ -17,20 +17,21 @@ from typing import Annotated, Any
 import torch
 import typer
 
+import qatpatch
 from qatpatch import checkpoint, exporting, inspection, patch, plan
 from qatpatch.errors import CheckpointError, KernelUnavailable, PlanError
 from qatpatch.stored_models import PREFIX
 from qatpatch.tensor_files import read_json_file
 
 app = typer.Typer(
-    help="Patch diffusion transformers for NVFP4, and look at packed files.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-FormatName = Annotated[str, typer.Option("--format", help="modelopt, comfy, compressed-tensors, or qatpatch.")]
+ExportFormat = Annotated[str, typer.Option("--format", help="modelopt, comfy or compressed-tensors.")]
+ConvertFormat = Annotated[str, typer.Option("--format", help="modelopt, comfy, compressed-tensors or qatpatch.")]
 ModelDir = Annotated[Path, typer.Argument(help="A diffusers transformer: the directory with its config.json.")]
 ProfileName = Annotated[str, typer.Option(help="A profile's name, or a TOML or YAML file with one.")]
 Include = Annotated[list[str] | None, typer.Option(help="Pattern of further modules to patch (repeatable).")]
@@ -73,6 +74,21 @@ def _fail(message: str, status: int = 1) -> None:
     raise typer.Exit(status)
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"qatpatch {qatpatch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Patch diffusion transformers for NVFP4, and look at packed files."""
+
+
 @app.command()
 @_told
 def doctor(
@@ -109,7 +125,7 @@ def plan_(
     as_json: Json = False,
 ) -> None:
     """What a patch of the model would do. Only its config.json is read; no weights are needed."""
-    model = checkpoint.config_skeleton(_config(model_dir))
+    model = checkpoint.config_skeleton(_dense_config(model_dir, "`qatpatch inspect` shows what it holds"))
     found = plan.build_plan(
         model,
         profile,
@@ -128,7 +144,7 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """What a packed file holds: format, layers, scales, and everything that is wrong. Exit status 1 if anything is."""
-    found = inspection.inspect_file(checkpoint.weights_file(file))
+    found = inspection.inspect_file(file)
     _show(found, as_json)
     raise typer.Exit(1 if found.problems else 0)
 
@@ -138,7 +154,7 @@ def inspect(
 def convert(
     source: Annotated[Path, typer.Argument(help="A packed file of any format, or the directory with one.")],
     target: Annotated[Path, typer.Argument(help="A .safetensors file for comfy, else a directory.")],
-    format: FormatName,
+    format: ConvertFormat,
     model: Annotated[
         Path | None, typer.Option(help="Directory with the config.json of the model, where the source has none.")
     ] = None,
@@ -159,7 +175,7 @@ def convert(
         prefix=prefix,
         metadata_from=metadata_from,
     )
-    _show(inspection.inspect_file(checkpoint.weights_file(target)), as_json)
+    _show(inspection.inspect_file(target), as_json)
 
 
 @app.command()
@@ -167,7 +183,7 @@ def convert(
 def export(
     model_dir: ModelDir,
     target: Annotated[Path, typer.Argument(help="A .safetensors file for comfy, else a directory.")],
-    format: FormatName,
+    format: ExportFormat,
     profile: ProfileName = "auto",
     include: Include = None,
     exclude: Exclude = None,
@@ -185,14 +201,14 @@ def export(
     Weights are rounded as they are: train first for the quality of a trained model. Input scales need calibration on
     forwards of your own (qatpatch.calibrate), so from here comes --weight-only, or comfy --without-input-scale.
     """
-    config = _config(model_dir)
-    if "quantization_config" in config:
-        raise CheckpointError(f"{model_dir} is packed already; use `qatpatch convert`")
+    config = _dense_config(model_dir, "use `qatpatch convert`")
     exporting.format_named(format)
     _refuse_source(model_dir, target)
     dtypes = {str(known).removeprefix("torch."): known for known in (torch.bfloat16, torch.float16, torch.float32)}
     if dtype not in dtypes:
         _fail(f"--dtype {dtype} is none of {', '.join(dtypes)}", 2)
+    if not (weight_only or without_input_scale):
+        raise CheckpointError(_no_scales(format))
     cls = type(checkpoint.config_skeleton(config))
     model = cls.from_pretrained(
         _model_dir(model_dir), torch_dtype=dtypes[dtype], local_files_only=True, use_safetensors=True
@@ -210,7 +226,7 @@ def export(
         prefix=prefix,
         metadata_from=metadata_from,
     )
-    _show(inspection.inspect_file(checkpoint.weights_file(target)), as_json)
+    _show(inspection.inspect_file(target), as_json)
 
 
 def _model_dir(path: Path) -> Path:
@@ -225,7 +241,25 @@ def _refuse_source(model_dir: Path, target: Path) -> None:
         raise CheckpointError(f"the target {target} lies in the directory that is read, {model_dir}; write elsewhere")
 
 
+def _no_scales(format: str) -> str:
+    comfy = ", or --without-input-scale for ComfyUI alone" if format == "comfy" else ""
+    return (
+        f"{format} stores input scales, which take forwards of your own: in Python qatpatch.apply(model, "
+        f"input_scale='static'), qatpatch.calibrate, qatpatch.export. From here: --weight-only{comfy}"
+    )
+
+
+def _dense_config(path: Path, otherwise: str) -> dict[str, Any]:
+    """The config.json of a model that is not packed yet; an error that says what to do ``otherwise``."""
+    config = _config(path)
+    if "quantization_config" in config:
+        raise CheckpointError(f"{path} is packed already; {otherwise}")
+    return config
+
+
 def _config(path: Path) -> dict[str, Any]:
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file; name the directory with the model's config.json, {path.parent}")
     config = read_json_file(_model_dir(path) / checkpoint.CONFIG_NAME)
     if not isinstance(config, dict) or not isinstance(config.get("_class_name"), str):
         raise CheckpointError(f"{path} has no config.json of a diffusers model (one with _class_name)")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,14 @@ def sensitivity(
     Raises:
         PlanError: what `apply` raises, arguments of `apply` for a patched model, a deployed model, a cache that
             is enabled, or static scales that were never calibrated.
-        ValueError: no batch, an unknown group, outputs without a tensor or with NaN or infinity in the dense model.
+        ValueError: no batch, or one that is not in a list, an unknown group, outputs without a tensor or with NaN or
+            infinity in the dense model.
     """
     model = unwrap(model)
+    if isinstance(batches, Mapping | torch.Tensor | str):
+        raise ValueError(
+            f"batches is a list of batches, got one {type(batches).__name__}; for a single batch write [batch]"
+        )
     batches = list(batches)
     if not batches:
         raise ValueError("sensitivity needs at least one batch of inputs")

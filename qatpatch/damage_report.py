@@ -8,7 +8,7 @@ from typing import Any
 
 from qatpatch.errors import PlanError, nearest
 from qatpatch.profiles import Profile, Rule
-from qatpatch.receipts import Receipt, Table, warning_tables
+from qatpatch.receipts import Receipt, Table, counted, warning_tables
 
 MEASURES = ("error", "loss_change")
 _ROWS = 20
@@ -100,6 +100,12 @@ class SensitivityReport(Receipt):
             raise ValueError("give one budget: keep_dense_bytes=... or keep_dense_work=...")
         if keep_dense_bytes is not None and keep_dense_bytes < 0:
             raise ValueError(f"keep_dense_bytes is a number of bytes, 0 or more, got {keep_dense_bytes}")
+        if keep_dense_bytes is not None and 0 < keep_dense_bytes < 1:
+            total = sum(damage.dense_bytes for damage in self.damages)
+            raise ValueError(
+                f"keep_dense_bytes is a number of bytes, not a share, got {keep_dense_bytes}; of all {total} bytes "
+                f"that share is {int(keep_dense_bytes * total)}"
+            )
         if keep_dense_work is not None and not 0 <= keep_dense_work <= 1:
             raise ValueError(f"keep_dense_work is a share between 0 and 1, got {keep_dense_work}")
         ranked = self.ranked(by)
@@ -155,7 +161,7 @@ class SensitivityReport(Receipt):
             rows.append((str(rank), damage.name, f"{100 * damage.error:.3g}", *loss, *cost))
         loss = [] if self.loss is None else ["loss change"]
         header = ("rank", "quantized alone", "output error, %", *loss, "dense, MiB", "work, %")
-        tables: list[Table] = [(f"{title} ({self.batches} batches)", [header, *rows])]
+        tables: list[Table] = [(f"{title} ({counted(self.batches, 'batch', 'batches')})", [header, *rows])]
         if len(self.damages) > len(rows):
             tables.append((f"and {len(self.damages) - len(rows)} more that do less", []))
         return [*tables, *warning_tables([f"no batch reached {name}: nothing is known" for name in self.unreached])]

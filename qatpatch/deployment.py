@@ -63,6 +63,12 @@ _MERGED = (
     "would add it a second time to packed weights; take it off with unload_lora (peft: merge_and_unload), or unmerge it"
 )
 
+_OPTIMIZER = "the optimizer"
+_OPTIMIZED = (
+    "an optimizer still holds the dense weights of packed layers: training on with it would change nothing in these "
+    "layers, and its memory stays taken; drop it, and build a new one for what is left to train"
+)
+
 
 @torch.no_grad()
 def deploy(
@@ -140,10 +146,12 @@ def deploy(
         layer_at(model, record.linears[name][0]).freeze_dense()
     record.deployed = True  # last: what was interrupted before can be taken up again
     report = _receipt(model, record, before, allocated, devices, watched, tuple(retained))
-    if averaged:
-        logger.warning("deploy: %s", _AVERAGED)
-        report = dataclasses.replace(report, notes=(*report.notes, _AVERAGED))
-    return report
+    kept = [layer_at(model, record.linears[name][0]).dense_weight for name in retained]
+    optimized = any(holder.startswith(_OPTIMIZER) for holder in report.held.values()) or _is_optimized(kept)
+    notes = (_AVERAGED,) * averaged + (_OPTIMIZED,) * optimized
+    for note in notes:
+        logger.warning("deploy: %s", note)
+    return dataclasses.replace(report, notes=(*report.notes, *notes))
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -266,7 +274,8 @@ def _receipt(
     shared = {name for name, w in alive.items() if w.storage in own}
     # What another layer of the model still uses is part of "after" already; tied weights are one storage.
     outside = {w.storage: w.nbytes for name, w in alive.items() if name not in shared}
-    freed = before - after - sum(outside.values())
+    held = sum(outside.values())
+    freed = before - after - held
     if allocated is not None:
         freed = allocated - _allocated(devices)
     rows, passed_over, notes = {}, PassedOver(), Counter()
@@ -293,6 +302,7 @@ def _receipt(
         bytes_before=before,
         bytes_after=after,
         bytes_freed=freed,
+        bytes_held=held,
         held=_holders(alive, shared),
         notes=tuple(f"{kernel}, in {count} layers: {note}" for (kernel, note), count in notes.items() if note),
     )
@@ -315,7 +325,7 @@ def _holders(alive: dict[str, _Watched], shared: set[str]) -> dict[str, str]:
     """Who keeps each surviving weight: optimizers by class, else the types of the objects that refer to it."""
     if not alive:
         return {}
-    optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+    optimizers = _optimizers()
     held = {}
     for name, watched in alive.items():
         parameter = watched.parameter()
@@ -325,9 +335,26 @@ def _holders(alive: dict[str, _Watched], shared: set[str]) -> dict[str, str]:
         if name in shared:
             held[name] = "another layer of the model, which shares it"
             continue
-        owners = [f"the optimizer {type(o).__name__}" for o in optimizers if _contains(_optimized(o), parameter)]
-        held[name] = ", ".join(owners) or _referrers(parameter)
+        owners = [_optimizer_name(o) for o in optimizers if _contains(_optimized(o), parameter)]
+        held[name] = ", ".join(sorted(owners, reverse=True)) or _referrers(parameter)
     return held
+
+
+def _optimizers() -> list[torch.optim.Optimizer]:
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+
+
+def _is_optimized(weights: list[nn.Parameter]) -> bool:
+    """Whether an optimizer is alive that has one of these weights."""
+    wanted = {id(weight) for weight in weights}
+    return bool(wanted) and any(id(p) in wanted for o in _optimizers() for p in _optimized(o))
+
+
+def _optimizer_name(optimizer: torch.optim.Optimizer) -> str:
+    name = type(optimizer).__name__
+    if name == "AcceleratedOptimizer":  # around the real one, which is found too
+        return "accelerate (accelerator.free_memory() lets go)"
+    return f"{_OPTIMIZER} {name}"
 
 
 def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

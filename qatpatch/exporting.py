@@ -43,10 +43,18 @@ from qatpatch.formats import (
 from qatpatch.key_names import original_names as names_of_origin
 from qatpatch.linear_state import fixed_input_scale
 from qatpatch.live_models import live_model
+from qatpatch.patch import is_purged, patch_record
 from qatpatch.stored_models import PACKED_PARTS, PREFIX, PackedModel
 from qatpatch.tensor_files import Spec, TensorFile, replace_file, write_tensors
+from qatpatch.units import layer_at, unwrap
 
 logger = logging.getLogger("qatpatch")
+
+_PATCH_STATIC = (
+    "qatpatch.apply(model, input_scale='static'), run forwards inside `with qatpatch.calibrate(model):` and export it; "
+    "or apply with activations=False for a weight-only file"
+)
+_ANEW = f"packed weights cannot be calibrated: load the dense weights that they were made of anew, {_PATCH_STATIC}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +116,7 @@ def export(
         metadata_from=metadata_from,
     )
     found = format_named(format)
-    _write(live_model(model, share_qkv), path, found, comfy)
+    _write(live_model(model, share_qkv), path, found, comfy, _way_to_scales(model))
 
 
 @torch.no_grad()
@@ -150,22 +158,20 @@ def convert(
     if file.exists() and weights_file(target).exists() and file.samefile(weights_file(target)):
         raise CheckpointError(f"source and target are the same file, {file}; write elsewhere")
     stored, _ = open_stored(file, model)
-    own = "checksums" in stored.description
     stored = checked(stored, file)
     if format != HEADER_KEY:
-        return _write(stored, target, FORMATS[format], comfy)
-    if own:
-        raise CheckpointError(f"{file} is in the format of qatpatch already; copy it")
+        return _write(stored, target, FORMATS[format], comfy, _ANEW)
     _refuse_comfy_options(HEADER_KEY, comfy)
     write_model(_directory(target, HEADER_KEY), stored)
     logger.info("convert: %d packed linears to %s", len(stored.description["linears"]), target)
 
 
-def _write(source: PackedModel, path: str | os.PathLike[str], found: Format, comfy: _Comfy) -> None:
+def _write(source: PackedModel, path: str | os.PathLike[str], found: Format, comfy: _Comfy, way: str) -> None:
+    """Write ``source``; ``way`` is what to do where input scales are wanting."""
     file = _file(path) if found is COMFY else _directory(path, found.name) / WEIGHTS_NAME
     check_target(file)
     packed, dense = _split(source)
-    inputs = _input_scales(packed, found, comfy)
+    inputs = _input_scales(packed, found, comfy, way)
     keys = _keys(source, packed, dense, found, comfy)
     specs: dict[str, Spec] = {}
     makers: dict[str, Callable[[], torch.Tensor]] = {}
@@ -233,7 +239,7 @@ def _split(source: PackedModel) -> tuple[dict[str, Any], dict[str, str]]:
     return packed, dense | {name: name for name in source.specs if name not in parts}
 
 
-def _input_scales(packed: dict[str, Any], found: Format, comfy: _Comfy) -> dict[str, float | None]:
+def _input_scales(packed: dict[str, Any], found: Format, comfy: _Comfy, way: str) -> dict[str, float | None]:
     """Path -> input scale (decode); None for weight-only layers, and where ``comfy`` is to go without."""
     if found is not COMFY:
         _refuse_comfy_options(found.name, comfy)
@@ -244,24 +250,32 @@ def _input_scales(packed: dict[str, Any], found: Format, comfy: _Comfy) -> dict[
         if settings["activations"] and scales[path] is None and not comfy.without_input_scale:
             lacking.append(path)
     if lacking:
-        raise CheckpointError(_no_input_scale(lacking, packed[lacking[0]]["settings"]["input_scale"], found))
+        raise CheckpointError(_no_input_scale(lacking, packed[lacking[0]]["settings"]["input_scale"], found, way))
     return scales
 
 
-def _no_input_scale(lacking: list[str], rule: str, found: Format) -> str:
+def _way_to_scales(model: nn.Module) -> str:
+    """What gives a patched model the input scales that it lacks."""
+    model = unwrap(model)
+    layers = [layer_at(model, paths[0]) for paths in patch_record(model).linears.values()]
+    if any(is_purged(layer) for layer in layers):
+        return _ANEW
+    if all(layer.quantization.settings.input_scale == "static" for layer in layers):
+        return "run forwards inside `with qatpatch.calibrate(model):` first"
+    return f"qatpatch.remove(model), then {_PATCH_STATIC}"
+
+
+def _no_input_scale(lacking: list[str], rule: str, found: Format, way: str) -> str:
     cause = (
         "have input_scale='static' and were never calibrated"
         if rule == "static"
         else "scale their input on each call (input_scale='dynamic')"
     )
-    advice = (
-        "patch the trained model with qatpatch.apply(model, input_scale='static'), run forwards inside `with "
-        "qatpatch.calibrate(model):` and export it; or patch with activations=False for weight-only files"
-    )
+    advice = way
     if found is COMFY:
         advice += (
-            ". For ComfyUI alone, without_input_scale=True leaves it out: it then scales inputs on each call too. The "
-            "LTX-2 packages need it"
+            ". For ComfyUI alone, without_input_scale=True (on the command line --without-input-scale) leaves it out: "
+            "it then scales inputs on each call too. The LTX-2 packages need it"
         )
     return f"{len(lacking)} layers ({lacking[0]}, ...) {cause}, and {found.name} stores input_scale; {advice}"
 

@@ -29,6 +29,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -289,14 +290,27 @@ def _stated_config(file: TensorFile, config: Mapping[str, Any] | None) -> dict[s
 
 
 def _unsaid(file: TensorFile) -> str:
-    packed = [name for name in file.specs if name.endswith((".weight_scale", ".weight_scale_2", ".weight_packed"))]
+    packed = packed_names(file.specs)
     if not packed:
-        return f"{file.path} holds no packed NVFP4 layer and says nothing of one"
+        return dense_model(file.path)
     return (
         f"{file.path} holds packed weights ({packed[0]}, ...) and does not say how: {COMFY_METADATA} in its header and "
         f"{COMFY_LAYER} tensors are missing (ComfyUI, LTX-2 packages), and so is {CONFIG_KEY} in its header or in a "
         "config.json beside it (ModelOpt, compressed-tensors). These differ in nibble order and scale layout, which no "
         "shape shows, so it is not guessed at"
+    )
+
+
+def packed_names(names: Iterable[str]) -> list[str]:
+    """Those that only packed layers have."""
+    return [name for name in names if name.endswith((".weight_scale", ".weight_scale_2", ".weight_packed"))]
+
+
+def dense_model(path: Path) -> str:
+    """What to do with weights that are not packed."""
+    return (
+        f"{path} holds no packed NVFP4 layer and says nothing of one: it is a dense model. Load it with its class's "
+        "from_pretrained, then qatpatch.apply, train and qatpatch.deploy; `qatpatch export` packs it as it is"
     )
 
 

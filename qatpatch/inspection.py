@@ -6,6 +6,7 @@ as anything still says so as data.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,12 +14,22 @@ from typing import Any
 
 import torch
 
-from qatpatch.checkpoint import CONFIG_NAME, HEADER_KEY, WEIGHTS_NAME, checked, config_skeleton, open_stored
+from qatpatch.checkpoint import (
+    CONFIG_NAME,
+    HEADER_KEY,
+    WEIGHTS_NAME,
+    checked,
+    config_skeleton,
+    open_stored,
+    opened_files,
+    refuse_shards,
+    weights_file,
+)
 from qatpatch.errors import CheckpointError
 from qatpatch.formats import Format, check_block_scale, check_global_scale, identify
 from qatpatch.linear_state import fixed_input_scale
 from qatpatch.nvfp4 import BLOCK_SIZE
-from qatpatch.receipts import Receipt, Table, grouped_members
+from qatpatch.receipts import Receipt, Table, counted, grouped_members
 from qatpatch.tensor_files import TensorFile, read_json_file
 
 
@@ -49,13 +60,14 @@ class PackedLayer:
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Inspection(Receipt):
     """Attributes:
-    file: where it is.
+    file: where it is; the directory where there are shards.
     format: ``"qatpatch"``, ``"modelopt"``, ``"comfy"``, ``"compressed-tensors"``, or None where nothing says.
     model: class of the model, where the file or the config.json beside it tells.
     layers: the packed ones.
     tensors: how many the file holds.
     nbytes: of all tensors.
     problems: everything that is wrong; empty for a file that is in order.
+    shards: how many files were read together.
     """
 
     file: str
@@ -65,15 +77,18 @@ class Inspection(Receipt):
     tensors: int
     nbytes: int
     problems: tuple[str, ...]
+    shards: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
 
     def _tables(self) -> list[Table]:
+        shards = f", {self.shards} shards" if self.shards > 1 else ""
         title = (
-            f"{self.file}: format {self.format or 'unknown'}, {self.model or 'model unknown'}, {len(self.layers)} "
-            f"packed layers, {self.tensors} tensors, {self.nbytes / 1e6:.1f} MB"
+            f"{self.file}{shards}: format {self.format or 'unknown'}, {self.model or 'model unknown'}, "
+            f"{counted(len(self.layers), 'packed layer')}, {counted(self.tensors, 'tensor')}, "
+            f"{self.nbytes / 1e6:.1f} MB"
         )
         layers = {layer.name: layer for layer in self.layers}
         groups = grouped_members(layers, key=lambda n: (str(layers[n].shape), str(layers[n].weight_only)))
@@ -82,25 +97,29 @@ class Inspection(Receipt):
         wrong = [(problem,) for problem in self.problems]
         tables = [
             (title, [header, *rows] if rows else []),
-            (f"{len(wrong)} problems" if wrong else "nothing is wrong", [("problem",), *wrong] if wrong else []),
+            (counted(len(wrong), "problem") if wrong else "nothing is wrong", [("problem",), *wrong] if wrong else []),
         ]
         return [
             (printable(title), [tuple(printable(cell) for cell in row) for row in table]) for title, table in tables
         ]
 
 
-def inspect_file(path: Path) -> Inspection:
-    """Look at a safetensors file of any format that is read.
+def inspect_file(path: str | os.PathLike[str]) -> Inspection:
+    """Look at a safetensors file of any format that is read, or the directory with one (or with shards of `save`'s).
 
     Raises:
         CheckpointError: it is missing, truncated or no safetensors file.
     """
-    file = TensorFile(path)
+    path = weights_file(path)
+    opened = opened_files(path)
+    file = opened[0]
     found, model, layers, problems = None, None, (), []
     try:
         if HEADER_KEY in file.metadata:
             found = HEADER_KEY
             model, layers = _own(path)
+        elif len(opened) > 1:
+            refuse_shards(opened)
         else:
             config = read_json_file(path.parent / CONFIG_NAME) if (path.parent / CONFIG_NAME).is_file() else None
             config = config if isinstance(config, dict) else {}
@@ -115,12 +134,13 @@ def inspect_file(path: Path) -> Inspection:
         problems.append(str(error) if known else f"the description is damaged: {error!r}")
     problems += [f"{layer.name}: {layer.problem}" for layer in layers if layer.problem]
     return Inspection(
-        file=str(path),
+        file=str(path if len(opened) == 1 else path.parent),
         format=found,
         model=model,
         layers=layers,
-        tensors=len(file.specs),
-        nbytes=sum(spec.nbytes for spec in file.specs.values()),
+        tensors=sum(len(shard.specs) for shard in opened),
+        nbytes=sum(spec.nbytes for shard in opened for spec in shard.specs.values()),
+        shards=len(opened),
         problems=tuple(problems),
     )
 

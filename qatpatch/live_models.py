@@ -136,8 +136,8 @@ def _shared_scales(layers: dict[str, nn.Module], scales: _Scales) -> dict[str, d
             weights = {bytes(layer.weight_global_scale.tolist()) for layer in packed}
             if len(packed) < len(names) or len(weights) > 1 or len(set(inputs)) > 1:
                 raise CheckpointError(
-                    f"q, k and v of {group} are packed with scales of their own, and sharing one would take their "
-                    "dense weights, which deploy dropped; export with share_qkv=True before deploy"
+                    f"q, k and v of {group} are packed with scales of their own, and sharing one would take "
+                    "quantizing their dense weights again; export with share_qkv=True before deploy"
                 )
             continue
         largest = torch.stack([scales.global_scale(name) for name in names]).amax()

@@ -73,6 +73,11 @@ class Record:
     deployed: bool = False
     mask_arguments: tuple[str, ...] = ()
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the model was read from a file of another tool, which says nothing of attention or training."""
+        return self.scheme == "dense"
+
 
 def apply(
     model: nn.Module,
@@ -91,8 +96,8 @@ def apply(
 ) -> PatchReport:
     """Patch ``model`` in place for NVFP4 quantization-aware training: all or nothing, undone by `remove`.
 
-    Arguments and errors are those of `build_plan`. Works before or after an optimizer, EMA, peft adapters,
-    ``fully_shard`` and ``torch.compile``; before offload and layerwise-casting hooks.
+    Arguments and errors are those of `build_plan`, which explains each. Works before or after an optimizer, EMA, peft
+    adapters, ``fully_shard`` and ``torch.compile``; before offload and layerwise-casting hooks.
 
     Returns:
         The receipt, a `PatchReport`.
@@ -207,6 +212,11 @@ def report(model: nn.Module) -> PatchReport:
     layers: dict[str, LayerReceipt] = {}
     rows: dict[str, Kernel] = {}
     warnings = list(record.warnings)
+    if record.is_foreign:
+        warnings.append(
+            f"read from a file of another tool ({record.profile}), which does not say how it was trained: 'simulated' "
+            "says that these are the numbers of the file, not that training saw them"
+        )
     passed_over = PassedOver()
     bypassed = {id(layer): problem for layer, problem in bypassed_layers(model)}
     for kind, names in (("linear", record.linears), ("attention", record.attentions)):

@@ -20,7 +20,7 @@ from qatpatch.graphs import graph_units
 from qatpatch.linear_state import BACKWARDS, INPUT_SCALES, LinearSettings
 from qatpatch.nvfp4 import GLOBAL_SCALE_RULES
 from qatpatch.profiles import Profile, Rule, find_profile, matches
-from qatpatch.receipts import Receipt, Table, grouped, skip_table, warning_tables
+from qatpatch.receipts import Receipt, Table, counted, grouped, skip_table, warning_tables
 from qatpatch.units import Unit, is_graph, kind_of, module_units, unwrap
 
 RECORD = "_qatpatch"
@@ -85,8 +85,8 @@ class Plan(Receipt):
 
     def _tables(self) -> list[Table]:
         title = (
-            f"plan for {self.model_class}, profile {self.profile}: {len(self.linears)} linears "
-            f"({100 * self.parameters:.1f} % of the parameters), {len(self.attentions)} attentions, scheme "
+            f"plan for {self.model_class}, profile {self.profile}: {counted(len(self.linears), 'linear')} "
+            f"({100 * self.parameters:.1f} % of the parameters), {counted(len(self.attentions), 'attention')}, scheme "
             f"{self.scheme}"
         )
         actions = {**self.linears, **self.attentions}
@@ -169,8 +169,10 @@ def build_plan(
         input_scale: ``"dynamic"``, ``"unit"`` or ``"static"`` (needs `calibrate`).
         global_scale: ``"pow2"`` or ``"amax"``.
         backward: ``"high_precision"`` or ``"quantized"``.
-        strict: False turns layers that cannot be patched, rules that match nothing and counts that do not hold from
-            errors into skips and warnings.
+        strict: True makes an error of a layer that is wanted and cannot be patched (its forward is hooked, it is
+            quantized already, no kernel serves it), of an action rule or ``include`` that matches nothing, and of a
+            profile's count that does not hold. False skips such layers, with the reason, and warns of the rest, so that
+            the model may train with fewer quantized layers than was asked for.
 
     Returns:
         A `Plan`: print it, or show it in a notebook.
@@ -239,6 +241,11 @@ def refuse_patched(model: nn.Module) -> None:
     if record is None and not found:
         return
     if any(kind_of(m) == "NVFP4Linear" for m in found.values()):
+        if all(getattr(m, "dense_weight", 0) is not None for m in found.values()):
+            raise PlanError(
+                f"this {type(model).__name__} is deployed (packed to NVFP4) and kept its dense weights; call "
+                "qatpatch.remove(model) first"
+            )
         raise PlanError(
             f"this {type(model).__name__} is deployed (packed to NVFP4); its dense weights are gone. Load the "
             "original weights anew to patch again"

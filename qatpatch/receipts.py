@@ -104,11 +104,11 @@ class PatchReport(Receipt):
 
     def _tables(self) -> list[Table]:
         title = (
-            f"{self.model_class}, profile {self.profile}: {len(self.linears)} linears "
+            f"{self.model_class}, profile {self.profile}: {counted(len(self.linears), 'linear')} "
             f"({100 * self.parameters:.1f} % of the "
-            f"parameters), {len(self.attentions)} attentions, scheme {self.scheme}"
+            f"parameters), {counted(len(self.attentions), 'attention')}, scheme {self.scheme}"
             + (f", arch={self.architecture}" if self.architecture else "")
-            + (f", {self.masked_calls} masked calls" if self.masked_calls else "")
+            + (f", {counted(self.masked_calls, 'masked call')}" if self.masked_calls else "")
         )
         header = ("modules", "count", "kind", "state", "kernel", "scheme", "simulated", "native", "note")
         rows = [
@@ -156,7 +156,7 @@ class SwapReceipt(Receipt):
     def line(self) -> str:
         """The receipt in one line."""
         line = (
-            f"{self.swap}: {len(self.modules)} modules, arch={self.architecture} kernel={self.kernel} "
+            f"{self.swap}: {counted(len(self.modules), 'module')}, arch={self.architecture} kernel={self.kernel} "
             f"scheme={self.scheme} simulated={_yes(self.simulated)} native={_yes(self.native)}"
         )
         return f"{line} ({self.note})" if self.note else line
@@ -180,6 +180,8 @@ class DeployReport(Receipt):
         kernels: name -> `Kernel` row.
         bytes_before, bytes_after: storage of the model's parameters and buffers.
         bytes_freed: what the device got back: as the allocator reports it on CUDA, else of storages that are gone.
+        bytes_held: of dense weights that left the model and are still in memory; on a CPU "before" is the sum of
+            "after", "freed" and this.
         held: name of a dense weight that is still in memory -> who holds it.
         notes: what kernels that were asked for by name do otherwise than they should, and who else relied on the dense
             weights.
@@ -195,14 +197,16 @@ class DeployReport(Receipt):
     bytes_after: int
     bytes_freed: int
     held: dict[str, str]
+    bytes_held: int = 0
     notes: tuple[str, ...] = ()
     architecture: str = ""
     refused: tuple[Refusal, ...] = ()
 
     def _tables(self) -> list[Table]:
         title = (
-            f"{self.model_class} deployed: {len(self.packed)} linears packed, {len(self.retained)} of them kept dense "
-            f"too, {len(self.attentions)} attentions" + (f", arch={self.architecture}" if self.architecture else "")
+            f"{self.model_class} deployed: {counted(len(self.packed), 'linear')} packed, {len(self.retained)} of them "
+            f"kept dense too, {counted(len(self.attentions), 'attention')}"
+            + (f", arch={self.architecture}" if self.architecture else "")
         )
         memory = [
             ("memory", "GiB", "bytes"),
@@ -211,7 +215,11 @@ class DeployReport(Receipt):
                 for label, value in (
                     ("before", self.bytes_before),
                     ("after", self.bytes_after),
-                    ("freed", self.bytes_freed),
+                    (
+                        "freed" if self.bytes_freed >= 0 else "freed (below 0: packed came, dense stayed)",
+                        self.bytes_freed,
+                    ),
+                    *([("held by others", self.bytes_held)] if self.bytes_held else []),
                 )
             ),
         ]
@@ -286,7 +294,7 @@ def skip_table(skipped: dict[str, str]) -> Table:
     for name, count, first in grouped(skipped, key=lambda name: (skipped[name],)):
         reasons.setdefault(skipped[first], []).append(name if count == 1 else f"{name} ({count})")
     rows = [(_shortened(names), reason) for reason, names in reasons.items()]
-    return f"left dense: {len(skipped)} modules", [("modules", "reason"), *rows] if rows else []
+    return f"left dense: {counted(len(skipped), 'module')}", [("modules", "reason"), *rows] if rows else []
 
 
 def _shortened(names: list[str]) -> str:
@@ -308,6 +316,11 @@ def refusals(found: Iterable[dict[str, str]]) -> tuple[Refusal, ...]:
     """One `Refusal` a kernel and reason, of each layer's refused rows (name -> reason)."""
     counts = Counter((name, reason) for refused in found for name, reason in refused.items())
     return tuple(Refusal(kernel=name, reason=reason, layers=count) for (name, reason), count in counts.items())
+
+
+def counted(number: int, one: str, several: str = "") -> str:
+    """``1 layer``, ``2 layers``; ``several`` where that is not ``one`` with an s."""
+    return f"{number} {one if number == 1 else several or one + 's'}"
 
 
 def _yes(value: bool) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 
 from qatpatch import dispatch, kernels, masks
 from qatpatch.errors import PlanError, nearest
-from qatpatch.patch import Record, attention_states, device_of, is_purged, layer_state, patch_record
+from qatpatch.patch import Record, attention_states, device_of, is_patched, is_purged, layer_state, patch_record
 from qatpatch.receipts import SwapReceipt, refusals
 from qatpatch.reuse import KeptWeights
 from qatpatch.switch import AttentionChoice
@@ -52,10 +52,13 @@ def infer_attention(
     model = unwrap(model)
     record = patch_record(model)
     if not record.attentions:
-        raise PlanError(
-            f"this {type(model).__name__} has no QAT attention to swap (patched with attention=False, or a profile "
-            "without attention)"
+        cause = (
+            f"it was read from a file of another tool ({record.profile}), which keeps no attention: it is dense here. "
+            "Files of qatpatch.save keep it"
+            if record.is_foreign
+            else "patched with attention=False, or a profile without attention"
         )
+        raise PlanError(f"this {type(model).__name__} has no QAT attention to swap ({cause})")
     device = device_of(None, model)
     states = attention_states(model, record)
     choice, found = bind_infer(record.scheme, device, kernel, states[0].head_dim)
@@ -105,7 +108,7 @@ def reuse_weights(model: nn.Module, *, memory_limit: int | None = None) -> Itera
 
     Raises:
         PlanError: the model is not patched.
-        ValueError: a negative limit.
+        ValueError: a limit that is negative, or a share instead of bytes.
     """
     record = patch_record(unwrap(model))
     weights = _kept_weights(memory_limit)
@@ -116,7 +119,7 @@ def reuse_weights(model: nn.Module, *, memory_limit: int | None = None) -> Itera
 
 
 def _kept_weights(memory_limit: int | None) -> KeptWeights:
-    if memory_limit is not None and memory_limit < 0:
+    if memory_limit is not None and (memory_limit < 0 or 0 < memory_limit < 1):
         raise ValueError(f"memory_limit is a number of bytes, 0 to keep nothing; got {memory_limit}")
     return KeptWeights(memory_limit)
 
@@ -149,12 +152,18 @@ def stage(model: nn.Module, name: str) -> Iterator[SwapReceipt]:
         PlanError: the model is not patched or has no stages, the name is unknown, or a refine-only layer was purged.
     """
     model = unwrap(model)
-    record = patch_record(model)
     if name not in STAGES:
         raise PlanError(f"there is no stage {name!r}{nearest(name, STAGES)}")
+    if not is_patched(model):
+        raise PlanError(
+            f"this {type(model).__name__} is not patched, so it has no stages and runs dense; leave stage out, or call "
+            "qatpatch.apply(model) with a profile that marks layers as refine-only first"
+        )
+    record = patch_record(model)
     if not record.staged:
         raise PlanError(
-            f"this {type(model).__name__} has no stages: profile {record.profile!r} marks no layer as refine-only"
+            f"this {type(model).__name__} has no stages: profile {record.profile!r} marks no layer as refine-only; "
+            "leave stage out"
         )
     modules = {n: layer_at(model, paths[0]) for n, paths in record.linears.items()}
     states = {n: layer_state("linear", m) for n, m in modules.items()}
@@ -190,8 +199,8 @@ def bind_infer(
     if scheme == kernels.SMOOTHED_SCHEME and name is None:  # a deployed model that was saved
         name = next(row.name for row in kernels.TABLE if scheme in row.schemes)
     if name not in (None, "native"):
-        named = kernels.kernel_named(name)
-        if named.op == "attention" and scheme not in named.schemes:
+        named = kernels.kernel_named(name, "attention", (*kernels.ATTENTION_SCHEMES, "native"))
+        if scheme not in named.schemes:
             scheme = named.schemes[0]
     found = kernels.resolution("attention", stage="infer", scheme=scheme, device=device, name=name, head_dim=head_dim)
     return AttentionChoice(mode="infer", scheme=scheme, kernel=None if name is None else found.kernel.name), found

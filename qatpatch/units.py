@@ -7,6 +7,7 @@ after adapters. A module of another kind may bear that name, and keeps it.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,14 @@ def unwrap(model: nn.Module) -> nn.Module:
     """
     while True:
         if not isinstance(model, nn.Module):
-            hint = "; pass pipe.transformer" if hasattr(model, "transformer") or hasattr(model, "unet") else ""
+            hint = ""
+            if hasattr(model, "transformer") or hasattr(model, "unet"):
+                hint = "; pass pipe.transformer"
+            elif isinstance(model, str | os.PathLike):
+                hint = (
+                    f" {str(model)!r}; load the model first: with its class's from_pretrained, or with qatpatch.load "
+                    "where it is packed"
+                )
             raise PlanError(f"qatpatch works on a torch.nn.Module, got {type(model).__name__}{hint}")
         if "_orig_mod" in model._modules:
             model = model._orig_mod

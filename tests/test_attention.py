@@ -538,7 +538,7 @@ def make(*shape, dtype=torch.float32):
         ([make(1, 4, 2, 64)] * 3, {"attn_mask": make(4, 4).long()}, TypeError, "int64.*mask.bool"),
         ([make(1, 4, 2, 64)] * 3, {"attn_mask": make(4, 4).to("meta")}, ValueError, "attn_mask on meta"),
         ([make(1, 4, 2, 64)] * 3, {"kernel": "reference_atention"}, KernelUnavailable, "did you mean"),
-        ([make(1, 4, 2, 64)] * 3, {"kernel": "reference_linear"}, KernelUnavailable, "computes linear"),
+        ([make(1, 4, 2, 64)] * 3, {"kernel": "reference_linear"}, KernelUnavailable, "no attention kernel called"),
     ],
 )
 def test_bad_input_is_named(function, arguments, options, error, message):

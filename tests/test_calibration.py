@@ -61,6 +61,10 @@ def test_calibrate_refuses_what_it_cannot_do():
         with pytest.raises(ValueError, match="at most 100"):
             with qatpatch.calibrate(build(input_scale="static"), percentile=percentile):
                 pass
+    for share in (0.999, 1, 1e-3):
+        said = rf"in percent.*percentile={100 * share:g}"
+        with pytest.raises(ValueError, match=said), qatpatch.calibrate(build(input_scale="static"), percentile=share):
+            pass
     model = build(input_scale="unit")
     qatpatch.deploy(model)
     with pytest.raises(PlanError, match="before deploy"), qatpatch.calibrate(model):
@@ -106,7 +110,7 @@ def sorted_percentile(values, percentile):
     return ordered[max(1, math.ceil(len(ordered) * percentile / 100)) - 1]
 
 
-@pytest.mark.parametrize("percentile", [0.01, 50.0, 99.0, 99.9, 99.999])
+@pytest.mark.parametrize("percentile", [1.01, 50.0, 99.0, 99.9, 99.999])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_percentile_is_that_of_all_elements_of_all_forwards(dtype, percentile):
     model = build(input_scale="static", global_scale="amax").to(dtype)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 from models import tiny_wan
 
 import qatpatch
-from qatpatch.cli import main
+from qatpatch.cli import app, main
+from qatpatch.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -147,10 +150,52 @@ class TestExport:
         target = tmp_path / "x"
         error = run(capsys, "export", wan / "dense", target, "--format", "modelopt", status=1)
         assert "qatpatch.calibrate" in error.err and error.out == "" and not target.exists()
+        assert error.err.endswith("From here: --weight-only\n")
+        error = run(capsys, "export", wan / "dense", tmp_path / "x.safetensors", "--format", "comfy", status=1)
+        assert "From here: --weight-only, or --without-input-scale for ComfyUI alone" in error.err
         error = run(capsys, "export", wan / "packed", target, "--format", "modelopt", status=1)
         assert "packed already; use `qatpatch convert`" in error.err
         error = run(capsys, "export", wan / "dense", target, "--format", "modelopt", "--dtype", "int8", status=2)
         assert "--dtype int8 is none of bfloat16" in error.err
+
+    def test_a_file_without_scales_is_told_what_the_command_line_can_do(self, capsys, tmp_path):
+        model = tiny_wan(layers=1)
+        qatpatch.apply(model)
+        qatpatch.deploy(model)
+        qatpatch.save(model, tmp_path / "packed")
+        arguments = ("convert", tmp_path / "packed", tmp_path / "x.safetensors", "--format", "comfy")
+        error = run(capsys, *arguments, status=1)
+        assert "on the command line --without-input-scale" in error.err and "remove" not in error.err
+        run(capsys, *arguments, "--without-input-scale")
+
+
+def test_packed_models_and_files_are_named_where_a_dense_directory_is_wanted(capsys, wan, tmp_path):
+    error = run(capsys, "plan", wan / "packed", status=1).err
+    assert "packed already; `qatpatch inspect` shows what it holds" in error
+    for command in (("plan",), ("export", "--format", "modelopt", "--weight-only")):
+        arguments = (
+            command[0],
+            wan / "dense" / "config.json",
+            *([tmp_path / "x"] if command[1:] else []),
+            *command[1:],
+        )
+        error = run(capsys, *arguments, status=1).err
+        assert f"config.json is a file; name the directory with the model's config.json, {wan / 'dense'}\n" in error
+
+
+def test_formats_that_a_command_takes_are_those_that_its_help_names(capsys, wan, tmp_path):
+    commands = typer.main.get_command(app).commands
+    for command, source, more in (("export", "dense", ("--weight-only",)), ("convert", "packed", ())):
+        (option,) = (option for option in commands[command].params if option.name == "format")
+        offered = set(re.split(", | or ", option.help.rstrip(".")))
+        assert offered == {*FORMATS, *({"qatpatch"} if command == "convert" else ())}
+        for format in offered:
+            target = tmp_path / command / format / ("x.safetensors" if format == "comfy" else "x")
+            run(capsys, command, wan / source, target, "--format", format, *more)
+
+
+def test_version(capsys):
+    assert run(capsys, "--version").out == f"qatpatch {qatpatch.__version__}\n"
 
 
 def test_help_names_every_command(capsys):
@@ -164,4 +209,5 @@ def test_it_runs_as_a_module_without_a_traceback(wan, tmp_path):
     command = [sys.executable, "-m", "qatpatch", "inspect", str(tmp_path / "nowhere.safetensors"), "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == f"error: there is no file {tmp_path / 'nowhere.safetensors'}\n"
+    assert done.stderr.startswith(f"error: there is no {tmp_path / 'nowhere.safetensors'}; a directory that ")
+    assert done.stderr.count("\n") == 1

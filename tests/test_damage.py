@@ -341,6 +341,9 @@ def test_what_cannot_be_measured_is_an_error():
 
     with pytest.raises(ValueError, match="at least one batch"):
         measure(batches=[], profile=ANY_LINEAR)
+    for one in (dict(x=x), x):
+        with pytest.raises(ValueError, match=rf"one {type(one).__name__}; for a single batch write \[batch\]"):
+            measure(batches=one, profile=ANY_LINEAR)
     with pytest.raises(ValueError, match="did you mean 'layer'"):
         measure(group="layers", profile=ANY_LINEAR)
     with pytest.raises(PlanError, match="no profile for Net"):

@@ -92,6 +92,9 @@ def test_wrong_questions_are_errors():
     for arguments in (dict(keep_dense_bytes=-1), dict(keep_dense_work=1.1), dict(keep_dense_work=float("nan"))):
         with pytest.raises(ValueError, match="keep_dense"):
             report.profile(**arguments)
+    whole = sum(damage.dense_bytes for damage in report.damages)
+    with pytest.raises(ValueError, match=f"not a share, got 0.5; of all {whole} bytes that share is {whole // 2}"):
+        report.profile(keep_dense_bytes=0.5)
     with pytest.raises(ValueError, match="needs a loss"):
         report.ranked("loss_change")
     with pytest.raises(ValueError, match="did you mean 'error'"):

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import safetensors
@@ -318,6 +319,11 @@ def test_the_wrong_class_and_dense_weights_are_refused(tmp_path):
         LTX2VideoTransformer3DModel.from_pretrained(tmp_path / "packed")
     dense = tiny_wan(layers=1)
     dense.save_pretrained(tmp_path / "dense")
+    model, data = deployed()
+    model.save_pretrained(tmp_path / "packed")
+    with pytest.warns(UserWarning, match="The `quantization_config` from the model will be used"):
+        loaded = type(model).from_pretrained(tmp_path / "packed", quantization_config=NVFP4Config())
+    assert torch.equal(run(loaded, data), run(model, data))
     with pytest.raises(CheckpointError, match="load this one without quantization_config, then qatpatch.apply"):
         type(dense).from_pretrained(tmp_path / "dense", quantization_config=NVFP4Config())
     config = json.loads((tmp_path / "dense" / "config.json").read_text())
@@ -385,3 +391,18 @@ def test_a_model_of_another_quantizer_is_not_deployed():
     model.hf_quantizer = object()
     with pytest.raises(PlanError, match="diffusers loaded this model with its object"):
         qatpatch.deploy(model)
+
+
+def test_what_diffusers_says_where_nothing_is_registered_is_in_the_documentation(tmp_path, monkeypatch):
+    from diffusers.quantizers import auto
+
+    model, _ = deployed()
+    model.save_pretrained(tmp_path)
+    for table in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
+        monkeypatch.delitem(table, "qatpatch")
+    said = "Unknown quantization type, got qatpatch"
+    with pytest.raises(ValueError, match=said):
+        type(model).from_pretrained(tmp_path)
+    page = Path(__file__).resolve().parent.parent / "docs" / "troubleshooting.md"
+    (row,) = [line for line in page.read_text().splitlines() if said in line]
+    assert "qatpatch.register_diffusers()" in row

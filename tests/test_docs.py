@@ -7,6 +7,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import qatpatch
+from qatpatch.kernels import TABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -131,6 +133,25 @@ def test_tables_are_what_the_code_gives():
         marked += text.count("<!-- table: ")
         assert tables.with_tables(text) == text, f"{page.name} is stale; run python docs/tables.py"
     assert marked >= len(tables.TABLES)
+
+
+def test_the_install_page_has_every_extra_that_is_for_users():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    page = (DOCS / "getting-started.md").read_text()
+    assert set(re.findall(r"`'\.\[(\w+)\]'`", page)) == set(extras) - {"docs", "dev"}
+    # What the native kernels' rows ask for is what the extra installs.
+    (wanted,) = {r for row in TABLE if row.name == "flashinfer" for r in row.requires if "flashinfer" in r.distribution}
+    assert extras["blackwell"] == [f"{wanted.distribution}{wanted.versions}"]
+
+
+def test_every_page_can_be_reached_from_the_first():
+    found, todo = set(), [DOCS / "index.md"]
+    while todo:
+        page = todo.pop()
+        found.add(page)
+        links = re.findall(r"\]\(([\w./-]+\.md)(?:#[\w-]*)?\)", page.read_text())
+        todo += {(page.parent / link).resolve() for link in links} - found
+    assert set(DOCS.rglob("*.md")) <= found
 
 
 def test_names_and_arguments_lists_every_public_function():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import format_oracle
 import pytest
@@ -13,7 +14,7 @@ from models import ltx2_inputs, run, tiny_ltx2, tiny_wan, wan_inputs
 from torch import nn
 
 import qatpatch
-from qatpatch import CheckpointError, Profile, Rule, nvfp4
+from qatpatch import CheckpointError, PlanError, Profile, Rule, nvfp4
 from qatpatch.formats import FORMATS
 from qatpatch.tensor_files import TensorFile
 
@@ -322,8 +323,8 @@ def test_our_own_files_are_converted_as_the_model_is_exported(world, format, nam
     qatpatch.convert(tmp_path / "own", target_of(tmp_path / "out", format), format)
     expected = file_of(root / "deployed" / name / format, format)
     assert file_of(tmp_path / "out", format).read_bytes() == expected.read_bytes()
-    with pytest.raises(CheckpointError, match="in the format of qatpatch already"):
-        qatpatch.convert(tmp_path / "own", tmp_path / "copy", "qatpatch")
+    qatpatch.convert(tmp_path / "own", tmp_path / "copy", "qatpatch")
+    assert all(f.read_bytes() == (tmp_path / "copy" / f.name).read_bytes() for f in (tmp_path / "own").iterdir())
     if name == "ltx2":  # whose last tensor belongs to a layer that is written dense
         return
     file = tmp_path / "own" / "diffusion_pytorch_model.safetensors"
@@ -334,7 +335,67 @@ def test_our_own_files_are_converted_as_the_model_is_exported(world, format, nam
     assert not file_of(tmp_path / "damaged", format).exists()
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_model_read_from_another_tool_says_what_is_dense_and_why(format, tmp_path):
+    model = tiny_wan(layers=1)
+    profile = qatpatch.apply(model, input_scale="unit")
+    qatpatch.deploy(model)
+    qatpatch.export(model, target_of(tmp_path / "file", format), format)
+    given = tiny_wan(layers=1) if format == "comfy" else None
+    loaded = qatpatch.load(target_of(tmp_path / "file", format), model=given)
+    qatpatch.save(loaded, tmp_path / "own")
+    for read in (loaded, qatpatch.load(tmp_path / "own")):
+        report = qatpatch.report(read)
+        assert set(report.skipped) == set(profile.skipped) | set(profile.attentions)
+        assert all(f"A file of format {format} keeps no attention" in report.skipped[n] for n in profile.attentions)
+        assert all(
+            f"of format {format}, holds it dense" in report.skipped[n] for n in profile.skipped if "attn" not in n
+        )
+        assert f"another tool ({format}), which does not say how it was trained" in str(report)
+        with pytest.raises(PlanError, match=rf"another tool \({format}\), which keeps no attention: it is dense here"):
+            qatpatch.infer_attention(read).__enter__()
+    assert "does not say how it was trained" not in str(qatpatch.report(model))
+
+
 class TestInputScales:
+    """What the message says to do is done here, and works."""
+
+    def lacking(self, source, format, tmp_path):
+        write = qatpatch.convert if isinstance(source, Path) else qatpatch.export
+        with pytest.raises(CheckpointError, match="10 layers ") as raised:
+            write(source, target_of(tmp_path / "never", format), format)
+        assert ("--without-input-scale" in str(raised.value)) == (format == "comfy")
+        assert not (tmp_path / "never").exists()
+        return str(raised.value)
+
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_the_advice_for_a_patched_model(self, format, tmp_path):
+        model = tiny_wan(layers=1)
+        qatpatch.apply(model)
+        for retained in (False, True):
+            if retained:
+                qatpatch.deploy(model, retain_original_weights=True)
+            said = self.lacking(model, format, tmp_path)
+            assert "qatpatch.remove(model), then qatpatch.apply(model, input_scale='static')" in said
+        qatpatch.remove(model)
+        qatpatch.apply(model, input_scale="static")
+        said = self.lacking(model, format, tmp_path)
+        assert "run forwards inside `with qatpatch.calibrate(model):` first" in said and "apply" not in said
+        with qatpatch.calibrate(model):
+            run(model, wan_inputs(model))
+        qatpatch.export(model, target_of(tmp_path, format), format)
+
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_the_advice_for_what_is_packed(self, format, tmp_path):
+        model = tiny_wan(layers=1)
+        qatpatch.apply(model)
+        qatpatch.deploy(model)
+        qatpatch.save(model, tmp_path / "packed")
+        for source in (model, qatpatch.load(tmp_path / "packed"), tmp_path / "packed"):
+            said = self.lacking(source, format, tmp_path)
+            assert "load the dense weights that they were made of anew, qatpatch.apply" in said
+            assert "remove" not in said  # which is refused once the dense weights are gone
+
     def test_a_dynamic_patch_is_refused_and_told_to_calibrate(self, tmp_path):
         model = tiny_wan(layers=1)
         qatpatch.apply(model)

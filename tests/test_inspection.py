@@ -128,7 +128,7 @@ def test_files_without_metadata_say_what_is_missing(files, tmp_path):
     safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
     seen = inspect_file(tmp_path / "x.safetensors")
     assert seen.format is None and "_quantization_metadata in its header" in seen.problems[0]
-    assert "format unknown" in str(seen) and "1 problems" in str(seen)
+    assert "format unknown" in str(seen) and "\n1 problem\n" in str(seen)
 
 
 def test_names_reach_no_terminal_as_they_are(tmp_path):

@@ -316,7 +316,7 @@ def test_the_kernel_of_linears_is_asked_for_by_name(monkeypatch):
     for kernel, reason in (
         ("triton_linear", "(?s)does not serve .*runs on cuda, not on cpu"),
         ("triton_attention", "no linear kernel called 'triton_attention'"),
-        ("fflashinfer", "there is no kernel called 'fflashinfer'"),
+        ("fflashinfer", "no linear kernel called 'fflashinfer'; did you mean 'flashinfer'"),
     ):
         with pytest.raises(qatpatch.KernelUnavailable, match=reason):
             qatpatch.deploy(model, linear_kernel=kernel)

@@ -26,7 +26,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # lies in qatpatch/kernels.
 LEVELS = (
     ("errors",),
-    ("autocast", "tensor_files", "key_names"),
+    ("autocast", "tensor_files", "key_names", "misnamed"),
     ("nvfp4",),
     ("kernels",),
     ("straight_through",),

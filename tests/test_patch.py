@@ -8,6 +8,7 @@ import importlib
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import accelerate
 import pytest
@@ -206,8 +207,9 @@ def test_what_is_no_module_gets_a_hint():
 
     with pytest.raises(PlanError, match="pass pipe.transformer"):
         qatpatch.apply(Pipe(), ANY_LINEAR)
-    with pytest.raises(PlanError, match="got str"):
-        qatpatch.is_patched("model")
+    for path in ("model", Path("model")):
+        with pytest.raises(PlanError, match=f"got {type(path).__name__} 'model'; load the model first.*qatpatch.load"):
+            qatpatch.is_patched(path)
 
 
 def test_failure_half_way_leaves_nothing_patched(monkeypatch):

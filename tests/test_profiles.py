@@ -286,6 +286,8 @@ def test_bad_profile_files_name_the_file_and_the_fault(tmp_path, text, message):
     assert "bad.toml" in str(error.value)
     with pytest.raises(qatpatch.PlanError, match="cannot be read"):
         load_profile(tmp_path / "missing.toml")
+    with pytest.raises(qatpatch.PlanError, match="a shipped profile is asked for by its name alone, profile='wan'"):
+        load_profile("wan")
 
 
 def test_every_skip_rule_of_the_shipped_profiles_says_why():

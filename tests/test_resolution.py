@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -471,13 +472,16 @@ def test_each_cell_for_a_layer_with_a_bias(architecture, environment, tmp_path, 
     if wanted == "flashinfer":
         wanted = "triton_linear" if cell("triton_nvfp4", environment, architecture) else "triton_nvfp4"
     assert found.kernel.name == wanted and found.note == ""
-    assert found.refused["flashinfer"] == (
-        "adds a bias after its own rounding: two roundings where the format promises one; triton_nvfp4 rounds once"
-    )
+    # What no other layer could change, the device, is said first.
+    refused = "adds a bias after its own rounding: two roundings where the format promises one"
+    refused += "; triton_nvfp4 rounds once"
+    if kernel_named("flashinfer").device_reason("cuda:0"):
+        refused = f"runs on sm_100, sm_103, sm_120 and sm_121, not on {architecture}"
+    assert found.refused["flashinfer"] == refused
     if wanted == "triton_nvfp4":
         assert resolution("linear", name="native", **asked) == found
     else:
-        with pytest.raises(KernelUnavailable, match="flashinfer: adds a bias after its own rounding"):
+        with pytest.raises(KernelUnavailable, match=re.escape(f"flashinfer: {refused}")):
             resolution("linear", name="native", **asked)
     if (reason := cell("flashinfer", environment, architecture)) is None:
         named = resolution("linear", name="flashinfer", **asked)
@@ -488,6 +492,33 @@ def test_each_cell_for_a_layer_with_a_bias(architecture, environment, tmp_path, 
         with pytest.raises(KernelUnavailable) as caught:
             resolution("linear", name="flashinfer", **asked)
         assert f"flashinfer: {reason}" in str(caught.value) and "with a bias" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("op", "stage", "scheme", "limits"),
+    [
+        ("linear", "deploy", "nvfp4", dict(out_dtype=torch.float32, weight_only=True, shape=(7, 7), bias=True)),
+        ("attention", "infer", "sage3", dict(head_dim=96, masked=True)),
+        ("attention", "infer", "fa4", dict(head_dim=96, masked=True)),
+    ],
+)
+def test_where_a_device_cannot_run_a_kernel_that_is_the_reason(op, stage, scheme, limits):
+    refused = resolution(op, stage=stage, scheme=scheme, device="cpu", **limits).refused
+    asked = {name for name in refused if scheme in kernel_named(name).schemes and stage in kernel_named(name).stages}
+    assert len(asked) >= 2 and all(refused[name] == "runs on cuda, not on cpu" for name in asked)
+
+
+def test_a_name_that_does_not_exist_is_compared_with_those_that_would_do():
+    for op, name, meant in (
+        ("linear", "referense_linear", "reference_linear"),
+        ("linear", "naitive", "native"),
+        ("attention", "referense_atention", "reference_attention"),
+    ):
+        with pytest.raises(KernelUnavailable, match=f"no {op} kernel called '{name}'; did you mean '{meant}'"):
+            resolution(op, stage="infer", scheme="sage3", device="cpu", name=name)
+    with pytest.raises(KernelUnavailable) as raised:
+        resolution("attention", stage="infer", scheme="sage3", device="cpu", name="xyz")
+    assert "linear" not in str(raised.value).replace("xyz", "")
 
 
 @pytest.mark.parametrize("row", ["flashinfer", "triton_nvfp4"])

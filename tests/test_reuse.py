@@ -174,8 +174,9 @@ def test_memory_is_bounded_and_freed():
     with qatpatch.reuse_weights(net, memory_limit=0) as kept:
         net(x)
         assert len(kept) == 0
-    with pytest.raises(ValueError, match="number of bytes"), qatpatch.reuse_weights(net, memory_limit=-1):
-        pass
+    for limit in (-1, 0.5):
+        with pytest.raises(ValueError, match="number of bytes"), qatpatch.reuse_weights(net, memory_limit=limit):
+            pass
     with pytest.raises(qatpatch.PlanError, match="not patched"), qatpatch.reuse_weights(nn.Linear(2, 2)):
         pass
 

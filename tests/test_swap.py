@@ -123,6 +123,9 @@ def test_swaps_that_cannot_be_are_errors_with_the_reason():
     for swap in (qatpatch.infer_attention, qatpatch.dense):
         with pytest.raises(PlanError, match="not patched"), swap(model):
             pass
+    with pytest.raises(PlanError, match="not patched, so it has no stages.*leave stage out"):
+        with qatpatch.stage(model, "base"):
+            pass
     qatpatch.apply(model, attention=False)
     with pytest.raises(PlanError, match="has no QAT attention"), qatpatch.infer_attention(model):
         pass
@@ -137,8 +140,10 @@ def test_swaps_that_cannot_be_are_errors_with_the_reason():
         qatpatch.infer_attention(model, "native"),
     ):
         pass
-    with pytest.raises(KernelUnavailable, match="no kernel called 'sage'"), qatpatch.infer_attention(model, "sage"):
-        pass
+    for typo, meant in (("sage4", "sage3"), ("fa_4", "fa4"), ("naitive", "native"), ("triton_atention", "triton_att")):
+        said = f"no attention kernel called '{typo}'; did you mean '{meant}"
+        with pytest.raises(KernelUnavailable, match=said), qatpatch.infer_attention(model, typo):
+            pass
     with (
         pytest.raises(KernelUnavailable, match="no attention kernel called"),
         qatpatch.infer_attention(model, "reference_linear"),

@@ -8,7 +8,7 @@ after it has agreed there with the reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,6 @@ __all__ = [
     "resolved_name",
     "two_roundings",
 ]
-
 _BY_NAME = {kernel.name: kernel for kernel in TABLE}
 
 
@@ -74,15 +73,21 @@ def present_devices() -> tuple[torch.device, ...]:
     return torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
 
 
-def kernel_named(name: str) -> Kernel:
+def kernel_named(name: str, op: str | None = None, others: Iterable[str] = ()) -> Kernel:
     """The row called ``name``.
 
+    Args:
+        op: the row must serve it; None: any.
+        others: what might have been meant besides such rows.
+
     Raises:
-        KernelUnavailable: there is no such row.
+        KernelUnavailable: there is no such row; the message shows the nearest of those that would do.
     """
     kernel = _BY_NAME.get(name)
-    if kernel is None:
-        raise KernelUnavailable(f"there is no kernel called {name!r}{nearest(name, _BY_NAME)}")
+    if kernel is None or op not in (None, kernel.op):
+        kind = f"{op} kernel" if op else "kernel"
+        known = [row.name for row in _BY_NAME.values() if op in (None, row.op)]
+        raise KernelUnavailable(f"there is no {kind} called {name!r}{nearest(name, (*known, *others))}")
     return kernel
 
 
@@ -123,19 +128,19 @@ def resolution(
     """
     device = torch.device(device)
     if name not in (None, "native"):
-        kernel_named(name)
+        kernel_named(name, op, ("native",))
     refused: dict[str, str] = {}
     for kernel in TABLE:
         if kernel.op != op or (name not in (None, "native") and kernel.name != name):
             continue
-        reason = _unasked_reason(kernel, stage, scheme, name)
+        reason = _unasked_reason(kernel, stage, scheme, name) or kernel.device_reason(device)
         if reason is None:
             reason = _unfit_reason(kernel, head_dim, shape, weight_only, out_dtype, masked)
         note = two_roundings(kernel, bias)
         if reason is None and note and name != kernel.name:
             reason = f"{note}; triton_nvfp4 rounds once"
         if reason is None:
-            reason = kernel.unavailable_reason(device)
+            reason = kernel.package_reason(device)
         if reason is None and kernel.native:
             reason = (prove or _proof)(kernel, device)
         if reason is None:
@@ -147,7 +152,7 @@ def resolution(
     asked += (", with a bias" if bias else "") + (", with a mask" if masked else "")
     asked += f", kernel={name!r}" if name else ""
     found = "\n".join(f"  {row}: {reason}" for row, reason in refused.items())
-    found = found or f"  there is no {op} kernel" + (f" called {name!r}" if name else "")
+    found = found or f"  there is no {op} kernel"
     raise KernelUnavailable(f"no kernel for {asked}:\n{found}")
 
 

@@ -98,17 +98,24 @@ class Kernel:
         Devices are looked at before packages, so that nothing is imported where it could not run anyway. Numbers are
         not: that is `proof`.
         """
+        return self.device_reason(device) or self.package_reason(device)
+
+    def device_reason(self, device: torch.device | str) -> str | None:
+        """Why ``device`` itself is none that this kernel runs on; None where it is one."""
         device = torch.device(device)
         if self.device_types and device.type not in self.device_types:
             return f"runs on {' or '.join(self.device_types)}, not on {device.type}"
+        if device.type != "cuda" or not (self.minimum_capability or self.capabilities):
+            return None
+        if not torch.cuda.is_available():
+            return "needs a CUDA device, and torch finds none"
+        return self._capability_reason(torch.cuda.get_device_capability(device))
+
+    def package_reason(self, device: torch.device | str) -> str | None:
+        """Why what is installed does not serve ``device``, one of those that it runs on; None where it does."""
         capability = None
-        if device.type == "cuda" and (self.minimum_capability or self.capabilities):
-            if not torch.cuda.is_available():
-                return "needs a CUDA device, and torch finds none"
+        if torch.device(device).type == "cuda" and (self.minimum_capability or self.capabilities):
             capability = torch.cuda.get_device_capability(device)
-            reason = self._capability_reason(capability)
-            if reason is not None:
-                return reason
         reasons = (requirement.unmet_reason(capability) for requirement in self.requires)
         return next((reason for reason in reasons if reason is not None), None)
 

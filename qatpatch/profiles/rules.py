@@ -123,7 +123,8 @@ def load_profile(path: str | Path) -> Profile:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise PlanError(f"the profile file {path} cannot be read: {error.strerror or error}") from error
+        hint = "" if path.suffix else f"; a shipped profile is asked for by its name alone, profile={path.name!r}"
+        raise PlanError(f"the profile file {path} cannot be read: {error.strerror or error}{hint}") from error
     except UnicodeDecodeError as error:
         raise PlanError(f"the profile file {path} is no text in UTF-8: {error}") from error
     try:
