@@ -15,8 +15,9 @@ from test_recipe_train import RECIPES, _fresh_accelerator, assert_same, checkpoi
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "soak"))
 
+import kill_and_resume
 import train
-from kill_and_resume import soak
+import validate_often
 from recipe import RecipeError, load_recipe
 from scores import read_log
 from sharding import state_on_the_cpu
@@ -260,4 +261,19 @@ def test_a_run_that_is_killed_ends_the_same(tmp_path):
     recipe = write_recipe(
         tmp_path, train=dict(steps=30), validation=dict(every=5, sampler_steps=1), checkpoint=dict(every=2)
     )
-    assert soak(recipe, tmp_path, kills=2, seed=1) == []
+    assert kill_and_resume.soak(recipe, tmp_path, kills=2, seed=1) == []
+
+
+@pytest.mark.slow
+def test_validating_every_few_steps_changes_nothing(tmp_path):
+    recipe = write_recipe(tmp_path, validation=dict(sampler_steps=1))
+    assert validate_often.soak(recipe, tmp_path, steps=60, every=5, growth=0.2) == []
+
+
+def test_growing_memory_is_seen():
+    flat = [(step, 1000 + step % 7) for step in range(1, 101)]
+    assert validate_often.grown(flat, 100, 0.02) == []
+    assert (
+        "grew from 1050 to 1100" in validate_often.grown([(step, 1000 + step) for step in range(1, 101)], 100, 0.02)[0]
+    )
+    assert "too short" in validate_often.grown(flat[:40], 100, 0.02)[0]

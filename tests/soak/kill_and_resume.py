@@ -26,15 +26,15 @@ def soak(recipe: Path, folder: Path, *, kills: int, seed: int = 0, arguments: tu
     """Run twice, once whole and once with ``kills`` kills; returns what differs, nothing when all is equal."""
     whole, killed = folder / "whole", folder / "killed"
     began = time.monotonic()
-    _finish(_start(recipe, whole, "--overwrite", *arguments), whole)
+    finish(start(recipe, whole, "--overwrite", *arguments), whole)
     seconds = time.monotonic() - began
-    steps = len(_losses(whole))
+    steps = len(losses_of(whole))
     chance = random.Random(seed)
     done = 0
     while done < kills:
-        process = _start(recipe, killed, *_how_to_go_on(killed), *arguments)
-        before = len(_losses(killed))
-        while process.poll() is None and len(_losses(killed)) <= before and not (killed / "scores.json").exists():
+        process = start(recipe, killed, *_how_to_go_on(killed), *arguments)
+        before = len(losses_of(killed))
+        while process.poll() is None and len(losses_of(killed)) <= before and not (killed / "scores.json").exists():
             time.sleep(0.05)
         time.sleep(chance.uniform(0, seconds / (kills + 1)))
         if process.poll() is not None and process.returncode != 0:
@@ -42,13 +42,13 @@ def soak(recipe: Path, folder: Path, *, kills: int, seed: int = 0, arguments: tu
         process.send_signal(signal.SIGKILL)
         process.wait()
         done += 1
-        print(f"kill {done}: after {len(_losses(killed))} of {steps} steps", flush=True)
+        print(f"kill {done}: after {len(losses_of(killed))} of {steps} steps", flush=True)
         if (killed / "scores.json").exists():
             break
     if not (killed / "scores.json").exists():
-        _finish(_start(recipe, killed, *_how_to_go_on(killed), *arguments), killed)
+        finish(start(recipe, killed, *_how_to_go_on(killed), *arguments), killed)
     wrong = []
-    if _losses(whole) != _losses(killed):
+    if losses_of(whole) != losses_of(killed):
         wrong.append("the losses differ")
     if (whole / EXPORT).read_bytes() != (killed / EXPORT).read_bytes():
         wrong.append("the exported files differ")
@@ -56,7 +56,7 @@ def soak(recipe: Path, folder: Path, *, kills: int, seed: int = 0, arguments: tu
     return wrong
 
 
-def _start(recipe: Path, output: Path, *arguments: str) -> subprocess.Popen[bytes]:
+def start(recipe: Path, output: Path, *arguments: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, str(TRAIN), str(recipe), "--output", str(output), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(TRAIN.parents[1])}
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def _log(output: Path) -> Path:
     return output.with_name(f"{output.name}.log")
 
 
-def _finish(process: subprocess.Popen[bytes], output: Path) -> None:
+def finish(process: subprocess.Popen[bytes], output: Path) -> None:
     if process.wait():
         raise RuntimeError(f"the run failed, see {_log(output)}: {_log(output).read_text(encoding='utf-8')[-2000:]}")
 
@@ -78,7 +78,7 @@ def _how_to_go_on(output: Path) -> tuple[str, ...]:
     return ("--resume", str(output)) if list((output / "checkpoints").glob("step_*")) else ("--overwrite",)
 
 
-def _losses(output: Path) -> list[tuple[int, float]]:
+def losses_of(output: Path) -> list[tuple[int, float]]:
     """By step, of the lines that are whole."""
     log = output / "metrics.jsonl"
     lines = log.read_text(encoding="utf-8").split("\n")[:-1] if log.exists() else []
