@@ -117,11 +117,11 @@ def enter_and_leave(model, kind):
 def test_blocks_close_whether_they_are_interrupted_on_entry_or_on_exit(kind, wan):
     model, _, _ = wan
     switch = qatpatch.patch.patch_record(model).switch
-    before = snapshot(model)
+    before, hooks = snapshot(model), (list(model._forward_hooks), list(model._forward_pre_hooks))
 
     def closed():
         assert (switch.linear, switch.attention, switch.stage, switch.weights) == (None,) * 4 and not switch._open
-        assert not model._forward_hooks and not model._forward_pre_hooks
+        assert (list(model._forward_hooks), list(model._forward_pre_hooks)) == hooks
         assert snapshot(model) == before
 
     assert every_line(lambda: enter_and_leave(model, kind), closed) > 25
