@@ -45,6 +45,7 @@ from qatpatch.errors import CheckpointError, PlanError
 from qatpatch.linear_state import COMPUTE_DTYPES
 from qatpatch.patch import Record, patch_record
 from qatpatch.plan import RECORD
+from qatpatch.tensor_files import expect_names
 
 logger = logging.getLogger("qatpatch")
 
@@ -255,14 +256,7 @@ class _Headers:
 
     def expect(self, names: set[str], whose: str) -> None:
         """Raise where the files do not hold exactly ``names``."""
-        missing, extra = sorted(names - self.shapes.keys()), sorted(self.shapes.keys() - names)
-        if missing or extra:
-            said = [
-                f"{len(found)} tensors {how} ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''})"
-                for found, how in ((missing, "are missing"), (extra, "are too many"))
-                if found
-            ]
-            raise CheckpointError(f"{self.files[0].parent} does not fit {whose}: {' and '.join(said)}")
+        expect_names(self.shapes, names, f"{self.files[0].parent} does not fit {whose}")
 
     def fit(self, model: nn.Module) -> None:
         """Compare shapes, and give what is still on meta the dtypes of the files."""

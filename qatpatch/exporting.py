@@ -265,13 +265,12 @@ def _way_to_scales(model: nn.Module) -> str:
     return f"qatpatch.remove(model), then {_PATCH_STATIC}"
 
 
-def _no_input_scale(lacking: list[str], rule: str, found: Format, way: str) -> str:
+def _no_input_scale(lacking: list[str], rule: str, found: Format, advice: str) -> str:
     cause = (
         "have input_scale='static' and were never calibrated"
         if rule == "static"
         else "scale their input on each call (input_scale='dynamic')"
     )
-    advice = way
     if found is COMFY:
         advice += (
             ". For ComfyUI alone, without_input_scale=True (on the command line --without-input-scale) leaves it out: "

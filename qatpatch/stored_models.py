@@ -20,7 +20,7 @@ from qatpatch.errors import CheckpointError
 from qatpatch.formats import COMFY, Format, identify, is_power_of_two
 from qatpatch.key_names import OTHER_COMPONENTS, RULES, original_names
 from qatpatch.linear_state import COMPUTE_DTYPES, LinearSettings
-from qatpatch.tensor_files import Spec, TensorFile
+from qatpatch.tensor_files import Spec, TensorFile, expect_names
 
 logger = logging.getLogger("qatpatch")
 
@@ -86,7 +86,14 @@ def read_foreign(
             specs[f"{name}.{part}"] = spec
             makers[f"{name}.{part}"] = _maker(file, found, layer, part, rows, columns)
 
-    _check_names(file, specs, {name for name in wanted if name.removesuffix(".weight") not in linears} | set(makers))
+    # A bias or a dense tensor that one side alone has would change the numbers, and the shapes would still fit.
+    expect_names(
+        specs,
+        {name for name in wanted if name.removesuffix(".weight") not in linears} | set(makers),
+        f"{file.path} does not fit the model",
+        "of the model are missing",
+        "are none of the model's",
+    )
 
     def tensor(name: str) -> torch.Tensor:
         return makers[name]() if name in makers else file.tensor(theirs[name])
@@ -150,18 +157,6 @@ def _check_shape(file: TensorFile, found: Format, layer: str, name: str, rows: i
             f"{file.path}: {layer}.{found.codes} is {stored}, and {name} of the model ({rows} x {columns}) takes "
             f"{wanted}"
         )
-
-
-def _check_names(file: TensorFile, found: Iterable[str], wanted: set[str]) -> None:
-    """A bias or a dense tensor that one side alone has would change the numbers, and the shapes would still fit."""
-    missing, extra = sorted(wanted - set(found)), sorted(set(found) - wanted)
-    if missing or extra:
-        said = [
-            f"{len(names)} tensors {how} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-            for names, how in ((missing, "of the model are missing"), (extra, "are none of the model's"))
-            if names
-        ]
-        raise CheckpointError(f"{file.path} does not fit the model: {' and '.join(said)}")
 
 
 def _settings(file: TensorFile, found: Format, layer: str, weight_only: bool) -> LinearSettings:

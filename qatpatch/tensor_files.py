@@ -12,7 +12,7 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,3 +176,21 @@ def _bytes_of(name: str, tensor: torch.Tensor, spec: Spec) -> memoryview:
     if tensor.dtype is not spec.dtype or tuple(tensor.shape) != spec.shape:
         raise CheckpointError(f"{name} turned out {Spec(tensor.dtype, tuple(tensor.shape))}, the header says {spec}")
     return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def expect_names(
+    found: Collection[str], wanted: Collection[str], fit: str, missing: str = "are missing", extra: str = "are too many"
+) -> None:
+    """Compare two sets of names; ``fit`` says what would not fit what, ``missing`` and ``extra`` how names differ.
+
+    Raises:
+        CheckpointError: names of either side that the other has not.
+    """
+    differing = ((sorted(set(wanted) - set(found)), missing), (sorted(set(found) - set(wanted)), extra))
+    said = [
+        f"{len(names)} tensors {how} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for names, how in differing
+        if names
+    ]
+    if said:
+        raise CheckpointError(f"{fit}: {' and '.join(said)}")

@@ -233,10 +233,15 @@ def merged_layers(model: nn.Module) -> list[nn.Module]:
     found = []
     for module in model.modules():
         if is_wrapper(module) and getattr(module, "merged_adapters", ()):
-            while is_wrapper(module):
-                module = module._modules[_ADAPTER_HOST]
-            found.append(module)
+            found.append(_wrapped(module))
     return found
+
+
+def _wrapped(module: nn.Module) -> nn.Module:
+    """The layer inside all adapter wrappers."""
+    while is_wrapper(module):
+        module = module._modules[_ADAPTER_HOST]
+    return module
 
 
 class _Reached(Exception):
@@ -256,9 +261,7 @@ def bypassed_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
     for module in model.modules():
         if not is_wrapper(module):
             continue
-        layer = module
-        while is_wrapper(layer):
-            layer = layer._modules[_ADAPTER_HOST]
+        layer = _wrapped(module)
         if not isinstance(layer, nn.Linear):
             continue
         key = type(module), tuple(getattr(module, "active_adapters", ()))
