@@ -200,11 +200,27 @@ def _call_ltx2(
     return video.float()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """What a loss draws, on the CPU: ``sigma`` (B,), ``noise`` (B, N, C), and where further noise comes from."""
+
+    sigma: torch.Tensor
+    noise: torch.Tensor
+    generator: torch.Generator
+
+    @classmethod
+    def draw(cls, flow: Flow, shape: tuple[int, int, int], generator: torch.Generator) -> Noise:
+        """For ``shape``: samples, tokens, channels."""
+        count, tokens, _ = shape
+        sigma = draw_noise_levels(flow, count, tokens, generator)
+        return cls(sigma=sigma, noise=torch.randn(shape, generator=generator), generator=generator)
+
+
 def sample_losses(
     model: torch.nn.Module,
     settings: Settings,
     batch: Batch,
-    generator: torch.Generator,
+    noise: Noise | torch.Generator,
     device: torch.device,
     teacher: torch.nn.Module | None = None,
 ) -> torch.Tensor:
@@ -212,12 +228,13 @@ def sample_losses(
 
     Against ``x_0`` or the velocity, whichever the output is read as; the first is the second weighted by sigma squared.
     Or against what ``teacher`` makes of the same inputs.
-    All noise comes from ``generator`` (on the CPU, so that every device sees the same).
+    All noise is drawn on the CPU, so that every device sees the same; it may have been drawn before.
     """
     grid = tuple(batch["latents"].shape[2:])
     clean = pack_tokens(batch["latents"]).float().to(device)
-    sigma = draw_noise_levels(settings.flow, len(clean), clean.shape[1], generator).to(device)
-    noise = torch.randn(clean.shape, generator=generator).to(device)
+    if isinstance(noise, torch.Generator):
+        noise = Noise.draw(settings.flow, tuple(clean.shape), noise)
+    sigma, generator, noise = noise.sigma.to(device), noise.generator, noise.noise.to(device)
     free = free_tokens(grid, settings.flow.given).to(device)
     level = sigma[:, None, None] * free
     noisy = (1 - level) * clean + level * noise

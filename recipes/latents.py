@@ -17,7 +17,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -280,3 +281,16 @@ def loader(samples: Dataset, batches: StepBatches, workers: int) -> DataLoader:
     # Without a generator of its own a loader draws a seed from torch's global one each time it starts, so a resumed run
     # would be one draw ahead.
     return DataLoader(samples, batch_sampler=batches, num_workers=workers, generator=torch.Generator())
+
+
+def one_ahead(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+    """``function(*call)`` for each of ``calls``, the next one in a thread while the caller works on the last."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = None
+        for call in calls:
+            following = thread.submit(function, *call)
+            if coming is not None:
+                yield coming.result()
+            coming = following
+        if coming is not None:
+            yield coming.result()

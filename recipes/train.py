@@ -51,8 +51,8 @@ try:
     from diffusers.training_utils import EMAModel
     from evaluation import Sample, averaged, compare, generate, inference, judge, validate
     from figures import contact_sheet, curves, page
-    from flow import Settings, compute_dtype, training_loss
-    from latents import LatentDataset, StepBatches, all_clips, cache_clips, loader, seeded
+    from flow import Noise, Settings, compute_dtype, training_loss
+    from latents import LatentDataset, StepBatches, all_clips, cache_clips, loader, one_ahead, seeded
     from networks import (
         build_codec,
         build_transformer,
@@ -319,6 +319,9 @@ def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]
         world=run.replicas,
     )
     batches = iter(loader(run.samples, order, recipe.data.workers))
+    micros = ((step, micro) for step in range(first, options.steps + 1) for micro in range(options.accumulate))
+    # A large batch's noise takes a CPU as long as a GPU needs for a small model's step.
+    noises = one_ahead(functools.partial(draw_noise, run), micros)
     # On a terminal a bar; in a log file a line now and then.
     terminal = sys.stderr.isatty()
     bar = tqdm(
@@ -338,11 +341,10 @@ def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]
         losses = []
         for micro in range(options.accumulate):
             last_micro = micro == options.accumulate - 1
-            noise = seeded(recipe.seed, "noise", step, micro * run.replicas + run.replica, 0)
             with stage_of(run, model, step), synchronized(accelerator, model, last_micro):
                 with accelerator.autocast():
                     loss = training_loss(
-                        model, run.settings, next(batches), noise, accelerator.device, training.teacher
+                        model, run.settings, next(batches), next(noises), accelerator.device, training.teacher
                     )
                 # Gradients are averaged over all processes, and those of one context add up to a gradient.
                 accelerator.backward(loss * (recipe.parallel.context / options.accumulate))
@@ -384,6 +386,13 @@ def train(run: Run, resume: Path | None) -> tuple[torch.nn.Module, list[Sample]]
     model.zero_grad(set_to_none=True)
     accelerator.free_memory()
     return accelerator.unwrap_model(model, keep_fp32_wrapper=False), training.before
+
+
+def draw_noise(run: Run, step: int, micro: int) -> Noise:
+    """The noise of a micro-batch: a function of seed, step and place alone."""
+    channels, *grid = run.truth[0][0]["latents"].shape[1:]
+    generator = seeded(run.recipe.seed, "noise", step, micro * run.replicas + run.replica, 0)
+    return Noise.draw(run.recipe.flow, (run.recipe.train.batch_size, math.prod(grid), channels), generator)
 
 
 def out_of_time(run: Run) -> bool:

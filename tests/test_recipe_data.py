@@ -23,6 +23,7 @@ from latents import (
     StepBatches,
     cache_clips,
     loader,
+    one_ahead,
     pack_tokens,
     seeded,
     unpack_tokens,
@@ -231,3 +232,29 @@ def test_seeded_noise_is_a_function_of_its_parts():
     assert torch.equal(torch.randn(4, generator=seeded(1, "a", 2)), torch.randn(4, generator=seeded(1, "a", 2)))
     draws = [torch.randn(4, generator=seeded(*parts)) for parts in ((1, "a", 2), (1, "a", 3), (2, "a", 2), (1, "b", 2))]
     assert len({tuple(draw.tolist()) for draw in draws}) == 4
+
+
+def test_results_come_in_order_and_one_is_made_ahead():
+    made = []
+
+    def make(number):
+        made.append(number)
+        return 10 * number
+
+    results = one_ahead(make, ((number,) for number in range(4)))
+    assert next(results) == 0
+    assert list(results) == [10, 20, 30]
+    assert made == [0, 1, 2, 3]
+    assert list(one_ahead(make, ())) == []
+    failing = one_ahead(lambda number: 1 // number, [(1,), (0,)])
+    assert next(failing) == 1
+    with pytest.raises(ZeroDivisionError):
+        next(failing)
+
+
+def test_results_that_nobody_asks_for_end_with_their_iterator():
+    results = one_ahead(float, ((number,) for number in range(10**9)))
+    next(results)
+    results.close()
+    with pytest.raises(StopIteration):
+        next(results)
